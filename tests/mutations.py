@@ -768,7 +768,7 @@ MUTATIONS = [
     ),
     Mutation(
         "clock-backwards",
-        "onefold/comm/clocks.py",
+        "onefold/comm/agreement.py",
         "ClockOffset(int(theirs) - (before + after) // 2,",
         "ClockOffset((before + after) // 2 - int(theirs),",
         "test_timeline.py -k clocks_are_aligned",

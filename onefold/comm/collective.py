@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from onefold.comm.connections import record_device_launch
+from onefold.comm.guard import record_device_launch
 from onefold.comm.hang_detector import start_communicating_thread
 from onefold.comm.mesh import Group
 from onefold.recorder import Recorder, carried, current_span

@@ -14,6 +14,7 @@ together, so that a reader never sees the progress of one pass under the number 
     Guard.progress         training thread        detector
     Guard._requested_in    detector               training thread
     Guard._answered_in     training thread        training thread
+    _last_event            training thread        detector
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple, NoReturn, Protocol
+
+import torch
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -241,3 +244,28 @@ class Detector(Protocol):
     def write_request(self, pass_number: int) -> None: ...
 
     def furthest_progress(self, pass_number: int) -> int: ...
+
+
+# -- the last collective on the device ---------------------------------------------------------------------------------
+
+_last_event: torch.cuda.Event | None = None
+
+
+def record_device_launch(event: torch.cuda.Event) -> None:
+    """Keep the event recorded behind the collective that was launched last on the device."""
+    global _last_event
+    _last_event = event
+
+
+def has_device_work() -> bool:
+    """Return whether the collective that was launched last on the device has not ended."""
+    event = _last_event
+    return event is not None and not event.query()
+
+
+def wait_for_device(seconds: float) -> None:
+    """Wait until the collective that was launched last has ended, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
+    with suppress(RuntimeError):
+        while has_device_work() and time.monotonic() < deadline:
+            time.sleep(0.01)

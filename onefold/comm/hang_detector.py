@@ -50,9 +50,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from onefold.comm.connections import Connections, has_device_work, is_backend_error, wait_for_device
+from onefold.comm.connections import Connections, is_backend_error
 from onefold.comm.detector_store import DetectorStore
-from onefold.comm.guard import Activity, Disagreement, Guard, RankActivity, Wait
+from onefold.comm.guard import Activity, Disagreement, Guard, RankActivity, Wait, has_device_work, wait_for_device
 from onefold.comm.main_thread import MainThreadProbe
 from onefold.comm.wait_notes import WaitNote, describe, describe_loss, is_ahead, is_stuck
 from onefold.log import logger

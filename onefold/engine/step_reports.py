@@ -386,7 +386,7 @@ def _operations(row: StepRow) -> Iterator[str]:
 def _facts(state: TrainState, memory: ModelMemory, ledger: Ledger, planned: PlanReport) -> dict[str, Any]:
     """Return the facts of a run at the head of its record."""
     plan, group, units, device = state.plan, state.group, state.schedule.units, state.device
-    trained = sum(param.layout.numel for unit in units for param in unit.trained)
+    trained = sum(param.layout.numel for unit in units for param in unit.trained_params)
     frozen = sum(param.layout.numel for unit in units for param in unit.params if not param.trainable)
     on_gpu = device.type == "cuda"
     versions = {"onefold": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -115,7 +115,7 @@ class StepDecision:
     def _exchange(self, groups: GroupDigest | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
         params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
         late = bool(self._schedule.late_units())
-        if not params and not late and self._schedule.trained:
+        if not params and not late and self._schedule.trained_units:
             raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
         return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits)
 
@@ -139,9 +139,13 @@ def _describe_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> s
 
     A reduced gradient does not show which rank caused the problem, but the losses of the ranks do.
     """
-    units = schedule.trained
+    units = schedule.trained_units
     bad = [
-        any(not math.isfinite(param.grad.shard.square_sum().item()) for param in unit.trained if _is_reduced(param))
+        any(
+            not math.isfinite(param.grad.shard.square_sum().item())
+            for param in unit.trained_params
+            if _is_reduced(param)
+        )
         for unit in units
     ]
     values = [loss.item() for loss in losses]

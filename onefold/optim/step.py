@@ -368,7 +368,7 @@ class ShardedStep:
     def pull_masters(self, units: Sequence[Unit]) -> None:
         """Copy the model weights of these units into their masters, after they were written outside a step."""
         self.wait_for_host()
-        for param in (param for unit in units for param in unit.trained):
+        for param in (param for unit in units for param in unit.trained_params):
             param.store.sync_master_from_model_weight()
 
     def resume(self, num_steps: int) -> None:

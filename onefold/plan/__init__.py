@@ -29,7 +29,7 @@ from onefold.plan.plan import (
     plan_every_stage,
     plan_with_less,
 )
-from onefold.plan.program import Moment, Program, coalesce, compile_program
+from onefold.plan.program import PassPhase, Program, coalesce, compile_program
 from onefold.plan.state_formats import StateFormats
 from onefold.plan.tiers import assign_tiers
 from onefold.plan.traffic import OffloadTraffic, count_offload_traffic

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
-class Moment(IntEnum):
-    """The kind of an event of a unit."""
+class PassPhase(IntEnum):
+    """The phase of a pass in which a unit is used or reduced."""
 
     FORWARD = 0
     BACKWARD = 1
     REDUCE = 2
 
 
-Event = tuple[Moment, int]
+Event = tuple[PassPhase, int]
 
 # A third reduction in flight would add memory but no overlap. Each reduction holds slots and receive buffers, and its
 # sum is fastest while those are still in the cache.
@@ -84,7 +84,7 @@ def compile_program(
     stays, needs_gather = _choose_reuse(events, gathered, limits, enclosing, enclosing_size)
     last_of_batch = {
         batch[-1]: tuple(batch)
-        for batch in coalesce([unit for moment, unit in events if moment is Moment.REDUCE], reduced, reduce_bucket)
+        for batch in coalesce([unit for phase, unit in events if phase is PassPhase.REDUCE], reduced, reduce_bucket)
     }
     gathers = [position for position in range(len(events)) if needs_gather[position]]
     launches: list[Launch] = []
@@ -94,9 +94,9 @@ def compile_program(
     unsharded: dict[int, int] = {}
     ahead: dict[int, int] = {}
     next_gather = 0
-    for position, (moment, unit) in enumerate(events):
-        positions.setdefault((moment, unit), []).append(position)
-        if moment is Moment.REDUCE:
+    for position, (phase, unit) in enumerate(events):
+        positions.setdefault((phase, unit), []).append(position)
+        if phase is PassPhase.REDUCE:
             if unit in last_of_batch:
                 launches.append(Launch(gathers=False, units=last_of_batch[unit]))
         elif gathered[unit]:
@@ -122,7 +122,7 @@ def compile_program(
                 next_gather += 1
             launches += [Launch(gathers=True, units=tuple(batch)) for batch in batches]
         launched_at.append(len(launches))
-        if moment is not Moment.REDUCE and not stays[position]:
+        if phase is not PassPhase.REDUCE and not stays[position]:
             unsharded.pop(unit, None)
     return Program(tuple(events), tuple(launches), tuple(launched_at), tuple(stays), positions)
 
@@ -132,28 +132,28 @@ def _choose_reuse(
 ) -> tuple[list[bool], list[bool]]:
     """Choose the uses after which a unit stays unsharded for its next use. Return them, and the uses that gather."""
     traversed = [0]
-    for moment, unit in events:
-        counts = moment is not Moment.REDUCE and unit not in enclosing
+    for phase, unit in events:
+        counts = phase is not PassPhase.REDUCE and unit not in enclosing
         traversed.append(traversed[-1] + (gathered[unit] if counts else 0))
     next_use: dict[int, int] = {}
     following: list[int | None] = [None] * len(events)
     for position in range(len(events) - 1, -1, -1):
-        moment, unit = events[position]
-        if moment is not Moment.REDUCE:
+        phase, unit = events[position]
+        if phase is not PassPhase.REDUCE:
             following[position] = next_use.get(unit)
             next_use[unit] = position
     stays = [False] * len(events)
     needs_gather = [False] * len(events)
     unsharded: dict[int, int] = {}
-    for position, (moment, unit) in enumerate(events):
-        if moment is Moment.REDUCE or not gathered[unit]:
+    for position, (phase, unit) in enumerate(events):
+        if phase is PassPhase.REDUCE or not gathered[unit]:
             continue
         needs_gather[position] = unit not in unsharded
         unsharded[unit] = gathered[unit]
         again = following[position]
         if again is not None and traversed[again] - traversed[position + 1] < limits.reuse:
             # Leave room for the largest unit that is used in between.
-            between = {other for moment, other in events[position + 1 : again] if moment is not Moment.REDUCE}
+            between = {other for phase, other in events[position + 1 : again] if phase is not PassPhase.REDUCE}
             largest = max((gathered[other] for other in between if other not in unsharded), default=0)
             others = sum(size for other, size in unsharded.items() if other not in enclosing)
             stays[position] = enclosing_size + others + largest <= limits.unsharded

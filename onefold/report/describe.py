@@ -36,14 +36,14 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
 def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *, keeps: bool) -> BufferBytes:
     """Compute the planned bytes of buffers. `keeps` is True if pools retain freed buffers, as on a CPU."""
     reductions, refreshes = (
-        [[param.spec for unit in batch for param in unit.trained] for batch in batches]
+        [[param.spec for unit in batch for param in unit.trained_params] for batch in batches]
         for batches in (schedule.order.reduction_batches, schedule.order.step_batches)
     )
     units = [[param.spec for param in unit.params] for unit in schedule.units]
     pools = count_buffers(reductions, refreshes, plan) if keeps else 0
     matrices = 0
     if step is not None and step.matrices is not None:
-        stores = [[p.store for unit in batch for p in unit.trained] for batch in schedule.order.step_batches]
+        stores = [[p.store for unit in batch for p in unit.trained_params] for batch in schedule.order.step_batches]
         matrices = step.matrices.planned_bytes(stores)
     return BufferBytes(pools, count_unit_in_use(units, plan), matrices)
 
@@ -99,7 +99,7 @@ def describe(
     pools = f"pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
     matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
     lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
-    if offloaded := [param for unit in units for param in unit.trained if param.store.is_offloaded]:
+    if offloaded := [param for unit in units for param in unit.trained_params if param.store.is_offloaded]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if is_streamed(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu

@@ -194,7 +194,7 @@ class FlatGrad:
             self.drop_of_parameter(index)
         self.drops_at_end.clear()
 
-    # -- the whole gradient -------------------------------------------------------------------------------------
+    # -- the unsharded gradient ---------------------------------------------------------------------------------
 
     def drop(self, pool: Pool) -> None:
         """Discard everything that was accumulated."""

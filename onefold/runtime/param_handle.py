@@ -399,9 +399,9 @@ class ParamHandle:
                 param.update_shard()
         if self.owner is None:
             self._notify()  # the shards are new
-        self.tell_written()
+        self.report_written()
 
-    def tell_written(self) -> None:
+    def report_written(self) -> None:
         """Discard copies of the old values, and have the engine update its masters, after a write on every rank."""
         for param in self.params:
             param.invalidate_secondary()

@@ -6,7 +6,7 @@
 A gradient may arrive after its unit's reduce-scatter was launched: a module that runs twice under reentrant
 checkpointing produces gradients in each run, and a rank that got past a unit may use it after all. Such gradients stay
 in the unit's slots and are reduced with the unit's next reduction. If the step comes first, the scalars that ranks
-exchange at every step say so, and all ranks reduce these units once more (`reduce_late`).
+exchange at every step show it, and all ranks reduce these units once more (`reduce_late`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Schedule:
         memory: OffloadMemory | None = None,
     ) -> None:
         self.units = list(units)
-        self.trained = [unit for unit in units if unit.trained]
+        self.trained_units = [unit for unit in units if unit.trained_params]
         self.sharded_units = [unit for unit in units if unit.sharded_params]
         self.agreement = Agreement(collective.group, ledger)
         self.guard = self.agreement.guard
@@ -97,7 +97,7 @@ class Schedule:
             self.order.begin(forward=False)
         self.order.reduces = boundary or not self._plan.keeps_unsharded_gradient
         context.before_step = boundary
-        for unit in self.trained:
+        for unit in self.trained_units:
             unit.expect_gradients()
         if not boundary:
             for param in self.trained_params():
@@ -126,19 +126,19 @@ class Schedule:
     def drop_gradients(self) -> None:
         """Discard all gradients of the accumulation window."""
         self.in_flight.finish_reductions()
-        for unit in self.trained:
+        for unit in self.trained_units:
             unit.drop_gradients()
 
     def late_units(self) -> list[Unit]:
         """Return the units with gradients that are not reduced, at the step."""
-        return [unit for unit in self.trained if unit.grad_state is GradientState.OPEN]
+        return [unit for unit in self.trained_units if unit.grad_state is GradientState.OPEN]
 
     def reduce_late(self) -> None:
         """Reduce units in which any rank has late gradients once more. All ranks call this together."""
         late = self.late_units()
-        mine = torch.tensor([unit in late for unit in self.trained], dtype=torch.int32)
+        mine = torch.tensor([unit in late for unit in self.trained_units], dtype=torch.int32)
         everybody = self.agreement.exchange("the late gradients", mine).sum(0).tolist()
-        for unit, late_on in zip(self.trained, everybody, strict=True):
+        for unit, late_on in zip(self.trained_units, everybody, strict=True):
             if late_on:
                 # Its gradients may be late again, so only the end of a backward reduces it from here on.
                 unit.reduces_at_end = True
@@ -160,7 +160,7 @@ class Schedule:
 
     def trained_params(self) -> Iterator[FlatParam]:
         """Yield all trained flat parameters."""
-        return (param for unit in self.trained for param in unit.trained)
+        return (param for unit in self.trained_units for param in unit.trained_params)
 
     def synchronize_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Reshard everything and synchronize at the step. Return the numbers of every rank."""
@@ -206,7 +206,7 @@ class Schedule:
         batches = self.order.step_batches
         if self._plan.shards_states or self.alone:
             for batch in batches:
-                yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained}
+                yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained_params}
             return
         ahead = deque(self._launch_gradient_gather(batch) for batch in batches[:1])
         for position, batch in enumerate(batches):
@@ -219,7 +219,7 @@ class Schedule:
 
     def _launch_gradient_gather(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], PendingCollective]:
         gathered, gatherings = {}, []
-        for param in (param for unit in batch for param in unit.trained):
+        for param in (param for unit in batch for param in unit.trained_params):
             gathered[param.store] = self.in_flight.pool.take(param.layout.total, param.grad.reduced.dtype)
             gatherings.append(AllGatherOp(gathered[param.store], param.grad.reduced))
         size = sum(gradient.numel() for gradient in gathered.values())
@@ -231,7 +231,7 @@ class Schedule:
 
         Parameters that stay unsharded come first, because the other ranks wait for them.
         """
-        params = [param for batch in self.order.step_batches for unit in batch for param in unit.trained]
+        params = [param for batch in self.order.step_batches for unit in batch for param in unit.trained_params]
         on_host = [param for param in params if param.store.is_offloaded]
         return [param.store for param in sorted(on_host, key=lambda param: not param.stays_unsharded)]
 
@@ -268,8 +268,8 @@ class Schedule:
                     f"Parameter {name} was frozen at initialize and has a gradient now, but it has no optimizer state. "
                     "Unfreeze it before initialize, or initialize again."
                 )
-        for unit in self.trained:
-            for param in unit.trained:
+        for unit in self.trained_units:
+            for param in unit.trained_params:
                 member, parameter = param.layout.members[0], param.parameters[0]
                 is_sharded = not param.stays_unsharded and unit.param_state is ParameterState.SHARDED
                 there = 0 if is_sharded else param.full[member.start : member.stop].data_ptr()
@@ -303,6 +303,6 @@ class Schedule:
     def forget_units(self) -> None:
         """Release the units when the engine is destroyed."""
         self.context.forget_cached()
-        for held in (self.units, self.trained, self.sharded_units, self.context.sharded_units, self._frozen):
+        for held in (self.units, self.trained_units, self.sharded_units, self.context.sharded_units, self._frozen):
             held.clear()
         self.order.forget_units()

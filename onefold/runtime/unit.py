@@ -1,8 +1,8 @@
 """Units: parameters that are unsharded, resharded, reduced and stepped together, usually those of one block.
 
-`Unit` has the whole lifecycle, in the order of a training step: forward, backward, unshard, reshard, reduce, and the
+`Unit` has the lifecycle in the order of a training step: forward, backward, unshard, reshard, reduce, and the
 all-gather of updated parameters. `Order` decides when collectives are launched, in the same order on every rank: a unit
-requests to be unsharded, and the order tells it, and the units before it, to launch. `InFlightCollectives` launches.
+requests its all-gather, and the order launches those before it first. `InFlightCollectives` starts and awaits them.
 
 [Note: when a unit may be resharded]
 After its forward, unless the recorded order keeps it unsharded. In backward, when no operation will read it any more:
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp, Reduction
-from onefold.plan import Moment, Wire
+from onefold.plan import PassPhase, Wire
 from onefold.recorder import within
 from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
 from onefold.runtime.flat_param import FlatParam, unrecorded
@@ -40,12 +40,12 @@ class Unit:
         self.name = name or "(root)"
         self.module = module
         self.params = list(params)
-        self.trained = [param for param in params if param.trainable]
+        self.trained_params = [param for param in params if param.trainable]
         self.sharded_params = [param for param in params if not param.stays_unsharded]
         # Sharded ones that other threads step: an all-gather waits for them.
         self.offloaded_params = [param for param in self.sharded_params if param.store.is_offloaded]
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
-        self.updated = [param for param in self.trained if param.stays_unsharded]
+        self.updated_params = [param for param in self.trained_params if param.stays_unsharded]
         self.index = index
         # Whether its module contains modules of other units.
         self.encloses = False
@@ -57,9 +57,9 @@ class Unit:
         # Whether the all-gather of its updated parameters is in flight.
         self.is_updating = False
         # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
-        self.num_gathers = 0
-        self.num_elements = sum(param.layout.total for param in self.trained)
-        self.num_gathered = sum(param.layout.total for param in self.sharded_params)
+        self.num_gathers_in_flight = 0
+        self.num_trained_elements = sum(param.layout.total for param in self.trained_params)
+        self.num_sharded_elements = sum(param.layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit = self.name
@@ -81,7 +81,7 @@ class Unit:
     def pre_forward(self, *arguments: Any) -> None:
         """Unshard before a call of the unit's module, and register hooks on the end of the call's backward."""
         if not self.sharded_params:
-            self.unshard(Moment.FORWARD)
+            self.unshard(PassPhase.FORWARD)
             return
         recompute, uses = inside_backward(), self.uses
         self.begin_use(recompute=recompute)
@@ -107,7 +107,7 @@ class Unit:
                 hook_begin(node, while_alive(act, weakref.ref(self), call))
             if recompute:
                 self.mark_in_backward(call)
-            elif not produced and (self.trained or call > 0) and output is not None:
+            elif not produced and (self.trained_params or call > 0) and output is not None:
                 self.keep_for_pass()  # no hook shows when its backward begins
         self.end_use(recompute=recompute)
 
@@ -119,7 +119,7 @@ class Unit:
         self.uses.forwards += 1
         context.depth += 1
         if self.uses.forwards == 1 or self.param_state is not ParameterState.UNSHARDED:
-            self.unshard(Moment.BACKWARD if recompute else Moment.FORWARD)
+            self.unshard(PassPhase.BACKWARD if recompute else PassPhase.FORWARD)
 
     def end_use(self, *, recompute: bool) -> None:
         """End a `begin_use`."""
@@ -145,7 +145,7 @@ class Unit:
         if is_lookup and not torch.is_grad_enabled():
             return
         if not self.uses.backwards:
-            self.unshard(Moment.BACKWARD)
+            self.unshard(PassPhase.BACKWARD)
         self.uses.backwards.add(call)
         if torch.is_grad_enabled():  # a backward that is itself recorded creates nodes without hooks
             self.keep_for_pass()
@@ -156,7 +156,7 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Count the parameters that may get a gradient, at the beginning of a backward."""
-        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained)
+        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained_params)
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
@@ -184,14 +184,14 @@ class Unit:
         uses.backwards -= ended
         uses.ended += len(ended)
         if ended and not uses.backwards:
-            if context.in_backward and self.trained and uses.ended >= uses.calls and not self.reduces_at_end:
+            if context.in_backward and self.trained_params and uses.ended >= uses.calls and not self.reduces_at_end:
                 context.order.request_reduce_scatter(self.index)
             if not context.order.keeps(uses.event):
                 self.reshard_unused()
 
     # -- unshard ------------------------------------------------------------------------------------------------
 
-    def unshard(self, moment: Moment) -> None:
+    def unshard(self, phase: PassPhase) -> None:
         """All-gather the parameters, in the order that all ranks keep, and wait for them."""
         context = self.context
         self.wait_for_update()
@@ -200,18 +200,18 @@ class Unit:
             return
         if context.cached is not None:
             context.forget_cached()
-        begins_pass = not context.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
+        begins_pass = not context.order.open and (torch.is_grad_enabled() or phase is PassPhase.BACKWARD)
         with unrecorded():
             if begins_pass:
-                context.begin_sharded_pass(forward=moment is Moment.FORWARD)
-            event = context.order.request_unshard(moment, self.index)
+                context.begin_sharded_pass(forward=phase is PassPhase.FORWARD)
+            event = context.order.request_unshard(phase, self.index)
             if event is not None:
                 self.uses.event = event
             self.wait_for_unshard()
 
     def wait_for_unshard(self) -> None:
         """Wait for the unit's all-gathers in flight, and those launched before them."""
-        while self.num_gathers:
+        while self.num_gathers_in_flight:
             self.context.in_flight.finish_gather()
 
     @staticmethod
@@ -237,7 +237,7 @@ class Unit:
             context.in_flight.enqueue_all_gather(
                 [unit.name for unit in units],
                 prepare,
-                num_elements=sum(unit.num_gathered for unit in units),
+                num_elements=sum(unit.num_sharded_elements for unit in units),
                 wire=Wire.NATIVE if lossless else plan.parameters.wire,
                 on_finish=partial(Unit._finish_all_gather, units),
             )
@@ -255,7 +255,7 @@ class Unit:
                     return
 
     def _prepare_all_gather(self, *, lossless: bool, use_secondary: bool) -> list[AllGatherOp]:
-        self.num_gathers += 1
+        self.num_gathers_in_flight += 1
         if self.param_state is ParameterState.SHARDED:
             self.param_state = ParameterState.UNSHARDING
         return [p.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for p in self.sharded_params]
@@ -264,8 +264,8 @@ class Unit:
         """Roll back `_prepare_all_gather` after its collective failed to launch."""
         for param in self.sharded_params:
             param.invalidate_secondary()
-        self.num_gathers -= 1
-        if self.param_state is ParameterState.UNSHARDING and not self.num_gathers:
+        self.num_gathers_in_flight -= 1
+        if self.param_state is ParameterState.UNSHARDING and not self.num_gathers_in_flight:
             self.param_state = ParameterState.SHARDED
             for param in self.sharded_params:
                 param.free_unsharded()
@@ -273,7 +273,7 @@ class Unit:
     @staticmethod
     def _finish_all_gather(units: list[Unit]) -> None:
         for unit in units:
-            unit.num_gathers -= 1
+            unit.num_gathers_in_flight -= 1
             # A unit that was unsharded when another rank requested it stays as it is.
             if unit.param_state is ParameterState.UNSHARDING:
                 for param in unit.sharded_params:
@@ -307,7 +307,7 @@ class Unit:
     def reshard(self, *, drop: bool = False) -> None:
         """Free the unsharded parameters. `drop`: no graph needs the next values in the same memory."""
         assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
-        assert not self.num_gathers, self.name
+        assert not self.num_gathers_in_flight, self.name
         if self.sharded_params:
             for param in self.sharded_params:
                 param.free_unsharded(drop=drop)
@@ -328,15 +328,14 @@ class Unit:
         units[0].context.in_flight.enqueue_reduce_scatter(
             [unit.name for unit in units],
             partial(Unit._prepare_reduce_scatter, units),
-            num_elements=sum(unit.num_elements for unit in units),
+            num_elements=sum(unit.num_trained_elements for unit in units),
             on_finish=partial(Unit._finish_reduce_scatter, units),
         )
 
     def _open_gradients(self) -> None:
         if self.grad_state is GradientState.EMPTY:
-            pool = self.context.in_flight.pool
-            for param in self.trained:
-                param.grad.take_slot(pool)
+            for param in self.trained_params:
+                param.grad.take_slot(self.context.in_flight.pool)
             self.grad_state = GradientState.OPEN
         assert self.grad_state is GradientState.OPEN, (self.name, self.grad_state)
 
@@ -349,7 +348,7 @@ class Unit:
         reductions = []
         for unit in units:
             unit.grad_state = GradientState.REDUCING
-            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained]
+            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained_params]
         return reductions
 
     @staticmethod
@@ -359,19 +358,18 @@ class Unit:
         for unit in units:
             assert unit.grad_state is GradientState.REDUCING, (unit.name, unit.grad_state)
             with within(unit.name):
-                for param in unit.trained:
+                for param in unit.trained_params:
                     param.grad.store_reduced(in_flight.pool)
                 unit.grad_state = GradientState.EMPTY
             if context.before_step and in_flight.collective.group.size > 1:
-                for param in unit.trained:
+                for param in unit.trained_params:
                     param.grad.shard.start_square_sum()
 
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""
         assert self.grad_state is not GradientState.REDUCING, self.name
-        pool = self.context.in_flight.pool
-        for param in self.trained:
-            param.grad.drop(pool)
+        for param in self.trained_params:
+            param.grad.drop(self.context.in_flight.pool)
         self.grad_state = GradientState.EMPTY
 
     # -- all-gather of updated parameters, after a step ---------------------------------------------------------
@@ -385,7 +383,7 @@ class Unit:
         """
         context = units[0].context
         plan, in_flight = context.plan, context.in_flight
-        params = [param for unit in units for param in unit.updated]
+        params = [param for unit in units for param in unit.updated_params]
         is_gathered = plan.shards_states and in_flight.collective.group.size > 1
         if not params or not (is_gathered or any(param.store.is_stepping for param in params)):
             return
@@ -418,7 +416,7 @@ class Unit:
     def _set_updating(units: list[Unit], updating: bool) -> None:
         for unit in units:
             unit.is_updating = updating
-            for parameter in (parameter for param in unit.updated for parameter in param.parameters):
+            for parameter in (parameter for param in unit.updated_params for parameter in param.parameters):
                 if updating:
                     set_updating_class(parameter)
                 else:
@@ -430,7 +428,7 @@ class Unit:
         """Unshard for a read of a parameter outside its module's forward, until the pass or the evaluation ends."""
         self.wait_for_update()
         if self.sharded_params and (within_pass or backward or self.context.in_pass) and not self.uses.any:
-            self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
+            self.unshard(PassPhase.BACKWARD if backward else PassPhase.FORWARD)
             self.keep_for_pass()
 
     def keep_for_pass(self) -> None:
@@ -447,7 +445,7 @@ class Unit:
         context = self.context
         context.check_present()
         if context.order.open:
-            self.unshard(Moment.FORWARD)
+            self.unshard(PassPhase.FORWARD)
         elif self.sharded_params:
             with unrecorded():
                 self.wait_for_update()

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from onefold.comm import Agreement
-from onefold.plan import Moment, Plan
+from onefold.plan import PassPhase, Plan
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives
 
@@ -64,44 +64,33 @@ class Uses:
 
 
 class CollectiveOrder(Protocol):
-    """The order of collectives that all ranks keep, as far as units use it. `order.Order` implements it.
-
-    Units are named by their index.
-    """
+    """The order of collectives as far as units use it. `order.Order` implements it. Units are named by their index."""
 
     open: bool
     """Whether a pass is under way."""
     agreement: Agreement
 
-    def begin(self, *, forward: bool) -> None:
-        """Begin a pass."""
+    def begin(self, *, forward: bool) -> None: ...
 
-    def record_use(self, unit: int) -> None:
-        """Record the first use of a unit, for the order of the next steps."""
+    def record_use(self, unit: int) -> None: ...
 
-    def request_unshard(self, moment: Moment, unit: int) -> int | None:
-        """Launch the unit's all-gather, and everything before it. Return the event of the recorded order, if any."""
+    def request_unshard(self, phase: PassPhase, unit: int) -> int | None: ...
 
-    def keeps(self, event: int | None) -> bool:
-        """Return whether a unit stays unsharded after its use at an event."""
+    def keeps(self, event: int | None) -> bool: ...
 
-    def request_reduce_scatter(self, unit: int) -> None:
-        """Launch the reduce-scatter of a unit that has received all its gradients, once it is next in the order."""
+    def request_reduce_scatter(self, unit: int) -> None: ...
 
-    def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]:
-        """Synchronize with all ranks, and return up to four numbers of each of them."""
+    def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]: ...
 
-    def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
-        """Return whether all ranks still have the unit's values of the last `GatheredParameters`."""
+    def all_have_cached(self, unit: int, *, is_cached: bool) -> bool: ...
 
 
 class PassMember(Protocol):
-    """A unit, as far as its context uses it."""
+    """A unit as far as its context uses it. `unit.Unit` implements it."""
 
     sharded_params: list[FlatParam]
 
-    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
-        """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
+    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None: ...
 
 
 class UnitContext:

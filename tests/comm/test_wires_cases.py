@@ -92,7 +92,7 @@ def masters_of(engine: Any) -> Weights:
 
 def own_masters(engine: Any) -> list[torch.Tensor]:
     """This rank's part of what is trained."""
-    runs = [run for unit in engine.state.schedule.units for run in unit.trained]
+    runs = [run for unit in engine.state.schedule.units for run in unit.trained_params]
     return [run.store.master.tensor.clone() for run in runs]
 
 
@@ -915,7 +915,7 @@ def staged(names: list[str], stage: int, accumulation: int) -> dict[str, Any]:
             small(), wired(name, stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.3)
         )
         trace = train(engine, 3 * accumulation)
-        totals = [run.layout.total for unit in engine.state.schedule.units for run in unit.trained]
+        totals = [run.layout.total for unit in engine.state.schedule.units for run in unit.trained_params]
         before = engine.ledger.copy()
         for x, y in batches(accumulation, seed=8):
             step(engine, x, y)

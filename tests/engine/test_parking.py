@@ -72,7 +72,7 @@ def test_it_comes_back_as_it_was(on_ranks, stage, dtype):
 def by_kind(engine: onefold.Engine) -> dict[str, int]:
     """Bytes on the device, under the names of `include`, where each kind has storages of its own."""
     found = dict.fromkeys(("lp_params", "lp_grads", "hp_params", "optim_states"), 0)
-    for run in (run for unit in engine.state.schedule.units for run in unit.trained):
+    for run in (run for unit in engine.state.schedule.units for run in unit.trained_params):
         store = run.store
         tensors = {
             "lp_params": [run.full],

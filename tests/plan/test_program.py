@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from onefold.plan import Moment, compile_program
+from onefold.plan import PassPhase, compile_program
 from onefold.plan.program import SMALL_MESSAGE, Event, Limits, Program, coalesce
 from onefold.runtime.order import _find
 
-F, B, R = Moment.FORWARD, Moment.BACKWARD, Moment.REDUCE
+F, B, R = PassPhase.FORWARD, PassPhase.BACKWARD, PassPhase.REDUCE
 PLENTY = 1 << 40
 
 
@@ -69,8 +69,8 @@ def random_passes(num: int = 300) -> Iterator[Pass]:
 
 def uses_of(one: Pass) -> Iterator[tuple[int, int]]:
     """(place, unit) of every use that needs a whole unit."""
-    for place, (moment, unit) in enumerate(one.events):
-        if moment is not R and one.gathered[unit]:
+    for place, (phase, unit) in enumerate(one.events):
+        if phase is not R and one.gathered[unit]:
             yield place, unit
 
 
@@ -91,12 +91,12 @@ def whole_at(one: Pass, program: Program) -> Iterator[tuple[int, set[int], set[i
     """
     whole: set[int] = set()
     ahead: set[int] = set()
-    for place, (moment, unit) in enumerate(one.events):
+    for place, (phase, unit) in enumerate(one.events):
         for number in launches_at(program, place):
             if program.launches[number].gathers:
                 whole |= set(program.launches[number].units)
                 ahead |= set(program.launches[number].units)
-        if moment is R or not one.gathered[unit]:
+        if phase is R or not one.gathered[unit]:
             continue
         ahead.discard(unit)
         yield place, set(whole), set(ahead)
@@ -144,13 +144,13 @@ def test_a_unit_is_never_gathered_while_it_is_still_whole():
     for one in random_passes():
         program = one.compile()
         whole: set[int] = set()
-        for place, (moment, unit) in enumerate(one.events):
+        for place, (phase, unit) in enumerate(one.events):
             for number in launches_at(program, place):
                 launch = program.launches[number]
                 if launch.gathers and not one.enclosing & set(launch.units):
                     assert not whole & set(launch.units), (one, place)
                     whole |= set(launch.units)
-            if moment is not R and not program.stays_unsharded[place]:
+            if phase is not R and not program.stays_unsharded[place]:
                 whole.discard(unit)
 
 
@@ -231,7 +231,7 @@ def test_without_prefetch_nothing_is_gathered_ahead():
 def test_prefetch_gathers_the_next_unit_ahead_of_its_use():
     program = straight([100] * 4, Limits(prefetch=1, unsharded=PLENTY)).compile()
     aheads = [ahead for _, _, ahead in whole_at(straight([100] * 4, Limits()), program)]
-    # The last forward gathers nothing: what backward needs first is whole at that moment.
+    # The last forward gathers nothing: what backward needs first is whole at that phase.
     assert aheads == [{1}, {2}, {3}, set(), {2}, {1}, {0}, set()]
 
 
@@ -331,7 +331,7 @@ def test_every_unit_is_reduced_once_in_the_order_of_events():
     for one in random_passes():
         program = one.compile()
         reduced = [unit for launch in program.launches if not launch.gathers for unit in launch.units]
-        assert reduced == [unit for moment, unit in one.events if moment is R]
+        assert reduced == [unit for phase, unit in one.events if phase is R]
 
 
 def test_a_reduction_starts_when_the_last_unit_of_its_batch_is_finished():

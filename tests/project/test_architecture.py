@@ -237,7 +237,7 @@ BUDGETS = {
     "optim": 5_450,
     "plan": 1_800,
     "report": 1_600,
-    "runtime": 4_750,
+    "runtime": 4_700,
     "tools": 8_500,
     "top": 1_900,
     "utils": 550,

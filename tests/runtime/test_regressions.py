@@ -173,7 +173,7 @@ def two_backwards_in_bf16() -> set[torch.dtype]:
     engine = start(net(), config(1, bf16={"enabled": True}))
     for x, y in batches(2):
         engine.backward(engine(x, y))
-    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained}
+    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained_params}
 
 
 @pytest.mark.parametrize("world", [1, 2])

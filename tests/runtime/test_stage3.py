@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
-from onefold.plan import Moment
+from onefold.plan import PassPhase
 from onefold.runtime.unit import Unit
 from onefold.runtime.unit_state import ParameterState
 
@@ -222,7 +222,7 @@ def frozen_traffic() -> dict[str, int]:
         "gather": engine.ledger.bytes("gather"),
         "reduce": engine.ledger.bytes("reduce-scatter"),
         "sharded": elements(engine)[0],
-        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained),
+        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained_params),
     }
 
 
@@ -267,7 +267,7 @@ def watching(engine: Any) -> Iterator[list[Seen]]:
             u for u in engine.state.schedule.units if u.sharded_params and u.param_state is not ParameterState.SHARDED
         ]
         others = [u.name for u in whole if u is not unit and not u.encloses]
-        seen.append(Seen(unit.name, backward, others, sum(u.num_gathered for u in whole)))
+        seen.append(Seen(unit.name, backward, others, sum(u.num_sharded_elements for u in whole)))
 
     handles = []
     for unit in engine.state.schedule.units:
@@ -309,12 +309,12 @@ def knobs(zero: dict[str, Any], build: Callable[[], nn.Module] = Uneven) -> dict
     engine.ledger.clear()
     with watching(engine) as seen, most_live(engine) as most:
         run(engine, square, 1)
-    sizes = {unit.name: unit.num_gathered for unit in engine.state.schedule.units}
+    sizes = {unit.name: unit.num_sharded_elements for unit in engine.state.schedule.units}
     return {
         "seen": seen,
         "most": most[0],
         "sizes": sizes,
-        "root": sum(unit.num_gathered for unit in engine.state.schedule.units if unit.encloses),
+        "root": sum(unit.num_sharded_elements for unit in engine.state.schedule.units if unit.encloses),
         "gather": engine.ledger.bytes("gather"),
         "gathers": engine.ledger.calls("gather"),
         "reductions": engine.ledger.calls("reduce-scatter"),
@@ -1647,7 +1647,7 @@ def looked_up(stage: int, hooked: bool) -> tuple[Weights, list[str]]:
     run(engine, lambda model, step: model(data(step)).square().mean(), 3)
     order = engine.state.schedule.order
     events = order.program.events if order.program is not None else ()
-    gathered = [order.units[index].name for moment, index in events if moment is Moment.BACKWARD]
+    gathered = [order.units[index].name for moment, index in events if moment is PassPhase.BACKWARD]
     weights = weights_of(engine.module)
     engine.destroy()
     return weights, sorted(gathered)

@@ -41,7 +41,7 @@ class LoadTarget:
 
     @property
     def trained(self) -> list[Member]:
-        return [member for unit in self.units for param in unit.trained for member in param.layout.members]
+        return [member for unit in self.units for param in unit.trained_params for member in param.layout.members]
 
 
 def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: Mapping[str, str]) -> dict[str, str]:
@@ -134,7 +134,7 @@ def state_reads(
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Slot] = []
     problems: dict[str, None] = {}
-    params = [param for unit in target.units for param in unit.trained]
+    params = [param for unit in target.units for param in unit.trained_params]
     # The shard of a flat parameter may consist of padding only, and then has no slots.
     kept = {state for param in params for state in param.spec.states}
     for slot in (slot for param in params for slot in state_slots(param, step, *needed_range(param, step))):

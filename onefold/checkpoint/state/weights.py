@@ -239,7 +239,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                 handles[handle] = None
                 _read_shard(weights, source, *handle.location_of(tensor))
         for handle in handles:
-            handle.tell_written()
+            handle.report_written()
         return weights.bytes_read
 
 
