@@ -8,7 +8,7 @@ from typing import Any
 
 from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, SCHEDULES, check_together
-from onefold.config.read import meant_key
+from onefold.config.suggestions import meant_key
 from onefold.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from onefold.config.keys import Key, fill_absent, is_readable, read_as
-from onefold.config.read import unknown_param
+from onefold.config.suggestions import unknown_param
 from onefold.errors import ConfigError, shown
 
 # Ranges that torch's classes do not check, by argument name. Values outside divide by zero or ascend the gradient.

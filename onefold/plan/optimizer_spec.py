@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from onefold.config import Config
 from onefold.config.hyperparameters import HYPERPARAMETERS
 from onefold.config.params import SCHEDULES, is_paged, plain_name
-from onefold.config.read import meant_key
 from onefold.config.signature import build, check_required, read_arguments
+from onefold.config.suggestions import meant_key
 from onefold.errors import ConfigError
 
 
