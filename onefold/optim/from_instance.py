@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onefold.errors import ConfigError
-from onefold.optim.chosen import RULES, Chosen, LowBitClass, check_supported, name_of_rule, rule_of_group
+from onefold.optim.chosen import RULES, ChosenOptimizer, LowBitClass, check_supported, name_of_rule, rule_of_group
 from onefold.optim.instance import FORWARD_MARK
 from onefold.optim.matrix_groups import DIVISION_KEYS, NORM_EPS
 from onefold.optim.matrix_rules import AnyRule, MatrixRule, MuonRule, ShampooRule
@@ -27,7 +27,7 @@ _TORCH_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.op
 _ADAMW_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
 
 
-def from_instance(optimizer: torch.optim.Optimizer) -> Chosen:
+def from_instance(optimizer: torch.optim.Optimizer) -> ChosenOptimizer:
     """Return the rules and groups of one optimizer."""
     kind = type(optimizer)
     name = kind.__name__
@@ -45,7 +45,7 @@ def from_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     declared = declared.name if type(declared) in (MuonRule, ShampooRule) else declared  # type: ignore[union-attr]
     _check_user_class(optimizer, has_rule=declared is not None)
     if declared is None:
-        return Chosen(name, optimizer.param_groups, (), optimizer)
+        return ChosenOptimizer(name, optimizer.param_groups, (), optimizer)
     rule = declared if isinstance(declared, MatrixRule) else RULES[declared]
     rules = tuple(rule_of_group(rule, group) for group in optimizer.param_groups)
     for index, (group, group_rule) in enumerate(zip(optimizer.param_groups, rules, strict=True)):
@@ -61,10 +61,10 @@ def from_instance(optimizer: torch.optim.Optimizer) -> Chosen:
         if (known := name_of_rule(group_rule)) is not None:
             HYPERPARAMETERS[known].complete(group, {}, path)
     paged = low_bits is not None and low_bits.is_paged
-    return Chosen(name, optimizer.param_groups, rules, optimizer, low_bits=low_bits, is_paged=paged)
+    return ChosenOptimizer(name, optimizer.param_groups, rules, optimizer, low_bits=low_bits, is_paged=paged)
 
 
-def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
+def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> ChosenOptimizer:
     """Combine several optimizers of one model into one with all of their groups, each stepped by its rule."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -85,7 +85,7 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
         )
     groups = [group for each in chosen for group in each.groups]
     rules = tuple(rule for each in chosen for rule in each.rules)
-    return Chosen("+".join(each.name for each in chosen), groups, rules, None, combined=tuple(optimizers))
+    return ChosenOptimizer("+".join(each.name for each in chosen), groups, rules, None, combined=tuple(optimizers))
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
