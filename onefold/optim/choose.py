@@ -118,8 +118,8 @@ def fit_to_plan(chosen: ChosenOptimizer, plan: Plan) -> ChosenOptimizer:
         check_shardable(chosen, allow_untested=plan.allows_untested_optimizer)
     if plan.delays_host and chosen.has_matrices:
         raise ConfigError(
-            f"onefold.delayed_host_step: optimizer {chosen.name} works on whole matrices on the device between two "
-            "passes of the host, and cannot be delayed. Set it to false"
+            f"onefold.delayed_host_step: optimizer {chosen.name} computes whole matrices on the device between two "
+            "passes of the host, and cannot be delayed. Set the key to false."
         )
     return for_disk(chosen) if plan.states.tier is Tier.NVME else chosen
 
@@ -129,8 +129,8 @@ def check_formats(chosen: ChosenOptimizer, formats: StateFormats) -> None:
     if chosen.runs_user_class and not formats.are_plain:
         raise ConfigError(
             f"onefold.state_dtype = {formats.states}, onefold.master_dtype = {formats.masters}: optimizer "
-            f"{chosen.name} steps by its own class, which makes its states itself. Leave these keys out, or use one "
-            "that onefold steps: Adam, AdamW, SGD, Adagrad, Lion, Muon, Shampoo"
+            f"{chosen.name} steps by its own class, which creates its states itself. Leave these keys out, or use an "
+            "optimizer of onefold: Adam, AdamW, SGD, Adagrad, Lion, Muon or Shampoo."
         )
 
 
@@ -141,18 +141,17 @@ def check_shardable(chosen: ChosenOptimizer, *, allow_untested: bool) -> None:
     if reason is ONE_STEP_SIZE and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
     if reason:
-        or_reduce = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is ONE_STEP_SIZE else ""
+        or_reduce = " or let it reduce its sums over ranks (fsdp_in_use=True)," if reason is ONE_STEP_SIZE else ""
         raise ConfigError(
-            f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
-            f"only a slice. Use zero_optimization.stage 0,{or_reduce} or an elementwise optimizer such as AdamW, or "
-            "Muon or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, "
-            "docs/optimizers.md)"
+            f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, but a rank stores "
+            f"only a shard. Use zero_optimization.stage 0,{or_reduce} or an elementwise optimizer such as AdamW, or "
+            "Muon or Shampoo in the config, or define a rule for its class (onefold_rule, docs/optimizers.md)."
         )
     if not chosen.elementwise and not allow_untested:
         raise ConfigError(
-            f"optimizer {type(chosen.instance).__module__}.{chosen.name} is not one onefold knows. If it treats every "
-            'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards. If it looks '
-            "at whole matrices, give its class a rule that says how, in ten lines (onefold_rule, docs/optimizers.md)"
+            f"optimizer {type(chosen.instance).__module__}.{chosen.name} is unknown, and optimizer states are "
+            'sharded. If it is elementwise, set "zero_allow_untested_optimizer": true, so that it steps flat fp32 '
+            "shards. If it needs whole matrices, define a rule for its class (onefold_rule, docs/optimizers.md)."
         )
 
 
@@ -163,8 +162,8 @@ def for_disk(chosen: ChosenOptimizer) -> ChosenOptimizer:
     assert chosen.instance is not None
     if not chosen.elementwise:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.device = nvme: optimizer {chosen.name} is stepped once a step, over "
-            "all of its states at once, and they are on disk because they do not fit in memory. If it treats every "
-            "element by itself, let its class say so (elementwise = True); or offload to cpu"
+            f"zero_optimization.offload_optimizer.device = nvme: optimizer {chosen.name} steps all of its states "
+            "at once, so they must fit in memory. If it is elementwise, declare it in its class (elementwise = True). "
+            "Otherwise offload to cpu."
         )
     return replace(chosen, rules=(InstanceRule(chosen.instance),) * len(chosen.groups))

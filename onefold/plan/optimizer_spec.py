@@ -40,7 +40,7 @@ class _ClassSpec:
         """Make the error for a `type` that is not known."""
         near = meant_key(self.type, known := list(known))
         hint = f"Did you mean {near}? " if near else ""
-        return ConfigError(f"{self.section}.type {self.type!r} is not known{note}. {hint}Known are {', '.join(known)}")
+        return ConfigError(f"{self.section}.type {self.type!r} is not known{note}. {hint}Known are {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
