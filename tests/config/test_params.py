@@ -166,7 +166,7 @@ def test_a_group_has_its_own_values_and_the_configs() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_a_group_that_misspells_is_refused(name: str, key: str, meant: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"model_parameters\[0\]\.{key}: .*did you mean model_parameters\[0\]\.{meant}"
+        ConfigError, match=rf"model_parameters\[0\]\.{key}: .*Did you mean model_parameters\[0\]\.{meant}"
     ):
         named(name, {}, {key: 0.1})
 
