@@ -30,7 +30,7 @@ from onefold.engine.rank_consistency import facts_to_compare
 from onefold.engine.step_reports import check_reports
 from onefold.log import logger, set_up_logging
 from onefold.optim.choose import Optimizers, choose, fit_to_plan
-from onefold.optim.chosen import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.schedules import prepare_scheduler
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import make_plan, plan_every_stage, plan_with_less
@@ -159,7 +159,7 @@ def _log_notices(notices: Iterable[str], *, speaks: bool) -> None:
         logger.info("config: %s", notice)
 
 
-def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config:
+def _with_low_bits(settings: Config, chosen: ChosenOptimizer, model: nn.Module) -> Config:
     """Return the config with the state format of the optimizer class that the user has passed."""
     found = chosen.low_bits
     if found is None or not found.is_8bit:
@@ -186,7 +186,7 @@ def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config
     return replace(settings, onefold=own)
 
 
-def _ignored_sections(settings: Config, lr_scheduler: Any, chosen: Chosen | None) -> Iterator[str]:
+def _ignored_sections(settings: Config, lr_scheduler: Any, chosen: ChosenOptimizer | None) -> Iterator[str]:
     """Yield a notice for each section of the config that the arguments of `initialize` make ineffective."""
     if settings.scheduler is not None and lr_scheduler is not None:
         yield "scheduler: initialize was given an lr_scheduler, so the section is not read"

@@ -30,7 +30,7 @@ from onefold.config.monitoring import ThroughputTimer as ThroughputSettings
 from onefold.config.params import plain_name
 from onefold.log import logger
 from onefold.optim.choose import check_shardable
-from onefold.optim.chosen import NOT_ELEMENTWISE, Chosen
+from onefold.optim.chosen import NOT_ELEMENTWISE, ChosenOptimizer
 from onefold.plan import Plan
 
 install()  # the ds_* attributes of parameters
@@ -50,7 +50,7 @@ class DeepSpeedEngine(EngineGetters):
     _optimizer_type = ZeROOptimizer
 
     def __init__(
-        self, model: nn.Module, plan: Plan, batch: Batch, chosen: Chosen | None, *args: Any, **kwargs: Any
+        self, model: nn.Module, plan: Plan, batch: Batch, chosen: ChosenOptimizer | None, *args: Any, **kwargs: Any
     ) -> None:
         _check_as_deepspeed(plan, chosen, DeepSpeedConfig(kwargs["config"]))
         super().__init__(model, plan, batch, chosen, *args, **kwargs)
@@ -297,7 +297,7 @@ class UnsupportedMix(ConfigError, NotImplementedError):
     """Dtypes that DeepSpeed does not combine."""
 
 
-def _check_as_deepspeed(plan: Plan, chosen: Chosen | None, config: DeepSpeedConfig) -> None:
+def _check_as_deepspeed(plan: Plan, chosen: ChosenOptimizer | None, config: DeepSpeedConfig) -> None:
     """Raise for configs that DeepSpeed refuses, though onefold supports them."""
     if chosen is None:
         return

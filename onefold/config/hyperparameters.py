@@ -8,7 +8,7 @@ from typing import Any
 
 from onefold.config.keys import entries, read_value, spellings
 from onefold.config.params import OPTIMIZERS, SCHEDULES, check_together
-from onefold.config.read import meant_key
+from onefold.config.suggestions import meant_key
 from onefold.errors import ConfigError
 
 
@@ -75,9 +75,9 @@ def check_names(group: Mapping[str, Any], known: Sequence[str], path: str, optim
         if name in (*known, "params"):
             continue
         if (meant := meant_key(name, known, certain=True)) is not None:
-            raise ConfigError(f"{path}.{name}: no optimizer reads it; did you mean {path}.{meant}?")
+            raise ConfigError(f"{path}.{name}: no optimizer reads it. Did you mean {path}.{meant}?")
         if name in READ_NAMES:
-            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not read it. Leave it out of the group")
+            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not read it. Leave it out of the group.")
 
 
 def read_schedule_param(name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from onefold.config.keys import Key, fill_absent, is_readable, read_as
-from onefold.config.read import unknown_param
+from onefold.config.suggestions import unknown_param
 from onefold.errors import ConfigError, shown
 
 # Ranges that torch's classes do not check, by argument name. Values outside divide by zero or ascend the gradient.
@@ -34,7 +34,9 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
             raise unknown_param(path, name, kind.__name__, known)
         value = fill_absent(f"{path}.{name}", value, known[name].default)
         if name in hints and not is_readable(hints[name]):
-            raise ConfigError(f"{path}.{name} = {shown(value)}: {kind.__name__} wants what a config cannot hold there")
+            raise ConfigError(
+                f"{path}.{name} = {shown(value)}: {kind.__name__} takes what a config cannot hold. Leave it out."
+            )
         read[name] = (
             read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, Key(""))) if name in hints else value
         )
@@ -47,7 +49,9 @@ def check_required(kind: type, params: Mapping[str, Any], path: str, first: str)
     known = {name: argument for name, argument in inspect.signature(kind).parameters.items() if name != first}
     for name, argument in known.items():
         if argument.default is inspect.Parameter.empty and name not in params:
-            raise ConfigError(f"{path}.{name} is missing: {kind.__name__} needs it; known: {', '.join(known)}")
+            raise ConfigError(
+                f"{path}.{name} is missing. {kind.__name__} needs it; its parameters are {', '.join(known)}."
+            )
 
 
 def check_arguments(kind: type, values: Mapping[str, Any], path: str) -> None:

@@ -26,7 +26,7 @@ from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
 from onefold.log import logger
-from onefold.optim.chosen import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
@@ -63,7 +63,7 @@ class Engine(nn.Module):
         model: nn.Module,
         plan: Plan,
         batch: Batch,
-        chosen: Chosen | None,
+        chosen: ChosenOptimizer | None,
         group: Group,
         device: torch.device,
         *,

@@ -79,7 +79,7 @@ class LowBitClass:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenOptimizer:
     """The chosen optimizer: its groups, and a rule for each (stepped by unit) or an instance (stepped all at once)."""
 
     name: str

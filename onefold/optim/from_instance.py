@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onefold.errors import ConfigError
-from onefold.optim.chosen import RULES, Chosen, LowBitClass, check_supported, name_of_rule, rule_of_group
+from onefold.optim.chosen import RULES, ChosenOptimizer, LowBitClass, check_supported, name_of_rule, rule_of_group
 from onefold.optim.instance import FORWARD_MARK
 from onefold.optim.matrix_groups import DIVISION_KEYS, NORM_EPS
 from onefold.optim.matrix_rules import AnyRule, MatrixRule, MuonRule, ShampooRule
@@ -27,14 +27,14 @@ _TORCH_CLASSES = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.op
 _ADAMW_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True}
 
 
-def from_instance(optimizer: torch.optim.Optimizer) -> Chosen:
+def from_instance(optimizer: torch.optim.Optimizer) -> ChosenOptimizer:
     """Return the rules and groups of one optimizer."""
     kind = type(optimizer)
     name = kind.__name__
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
-            f"optimizer {name} has states: it has already stepped, or its constructor makes them. "
-            "Pass it to initialize before its first step, which is to make them, for the masters that are stepped"
+            f"optimizer {name} has states: it has already stepped, or its constructor creates them. Pass it to "
+            "initialize before its first step, because the engine steps master weights, which have other states."
         )
     check_supported(name)
     low_bits = low_bit_class(optimizer)
@@ -45,7 +45,7 @@ def from_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     declared = declared.name if type(declared) in (MuonRule, ShampooRule) else declared  # type: ignore[union-attr]
     _check_user_class(optimizer, has_rule=declared is not None)
     if declared is None:
-        return Chosen(name, optimizer.param_groups, (), optimizer)
+        return ChosenOptimizer(name, optimizer.param_groups, (), optimizer)
     rule = declared if isinstance(declared, MatrixRule) else RULES[declared]
     rules = tuple(rule_of_group(rule, group) for group in optimizer.param_groups)
     for index, (group, group_rule) in enumerate(zip(optimizer.param_groups, rules, strict=True)):
@@ -61,10 +61,10 @@ def from_instance(optimizer: torch.optim.Optimizer) -> Chosen:
         if (known := name_of_rule(group_rule)) is not None:
             HYPERPARAMETERS[known].complete(group, {}, path)
     paged = low_bits is not None and low_bits.is_paged
-    return Chosen(name, optimizer.param_groups, rules, optimizer, low_bits=low_bits, is_paged=paged)
+    return ChosenOptimizer(name, optimizer.param_groups, rules, optimizer, low_bits=low_bits, is_paged=paged)
 
 
-def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
+def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> ChosenOptimizer:
     """Combine several optimizers of one model into one with all of their groups, each stepped by its rule."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -72,20 +72,20 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
     chosen = [from_instance(optimizer) for optimizer in optimizers]
     if any(each.low_bits is not None for each in chosen):
         raise ConfigError(
-            "optimizer: one of bitsandbytes or torchao was given in a list; give torch.optim.AdamW in its place, and "
-            "onefold.state_dtype int8 in the config"
+            "optimizer: a list contains one of bitsandbytes or torchao. Pass torch.optim.AdamW instead, and set "
+            "onefold.state_dtype to int8 in the config."
         )
     without_rule = [each.name for each in chosen if not each.rules]
     if without_rule or not chosen:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(
             f"optimizer: {names} were given together, and {', '.join(without_rule) or 'an empty list'} cannot be. "
-            "Only those that onefold steps by a rule can share a model: torch's Adam, AdamW, SGD, Adagrad and Muon, "
-            "and classes with an onefold_rule"
+            "Combine only classes that onefold steps by a rule: torch's Adam, AdamW, SGD, Adagrad and Muon, and "
+            "classes with an onefold_rule."
         )
     groups = [group for each in chosen for group in each.groups]
     rules = tuple(rule for each in chosen for rule in each.rules)
-    return Chosen("+".join(each.name for each in chosen), groups, rules, None, combined=tuple(optimizers))
+    return ChosenOptimizer("+".join(each.name for each in chosen), groups, rules, None, combined=tuple(optimizers))
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
@@ -98,18 +98,18 @@ def _check_user_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> No
     name, patched = type(optimizer).__name__, vars(optimizer).get("step")
     if patched is not None and not any(hasattr(patched, mark) for mark in ("_wrapped_by_lr_sched", FORWARD_MARK)):
         raise ConfigError(
-            f"optimizer {name} was given another `step` on the instance, which would not be called: pass the optimizer "
-            "as its class makes it, or override step in a subclass"
+            f"optimizer {name} has another `step` on the instance, which the engine would not call. Pass the optimizer "
+            "without it, or override step in a subclass."
         )
     if has_rule:
         return
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(f"optimizer {name} is not supported: its step needs a closure, and the engine has none")
+        raise ConfigError(f"optimizer {name} is not supported: its step requires a closure. Use another optimizer.")
     if any(optimizer.state.values()):
         raise ConfigError(
-            f"optimizer {name} is not supported: its constructor makes states for whole parameters, and masters are "
-            "stepped in their place. Let its first step make them"
+            f"optimizer {name} is not supported: its constructor creates states of unsharded parameters, but the "
+            "engine steps master weights. Create them in its first step."
         )
 
 
@@ -128,7 +128,7 @@ def _check_read(optimizer: str, group: Mapping[str, Any], known: set[str], path:
     flags = {f"use_{name}" for name in RULES}
     for key in group.keys() - known - flags - {"params", "decoupled_weight_decay"}:
         if key in HYPERPARAMETERS[optimizer.lower()].names:
-            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not read it. Leave it out of the group")
+            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not read it. Leave it out of the group.")
 
 
 def _is_adamw(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:
@@ -139,7 +139,7 @@ def _is_adamw(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) ->
 # -- low-bit classes of bitsandbytes and torchao -----------------------------------------------------------------------
 
 _MODULES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
-_INSTEAD = "Leave the optimizer to the config (AdamW with onefold.state_dtype int8), or hand in AdamW8bit"
+_INSTEAD = "Use AdamW with onefold.state_dtype int8 in the config, or pass AdamW8bit."
 
 
 def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
@@ -157,14 +157,14 @@ def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
     if module.startswith("bitsandbytes"):
         return _of_bitsandbytes(optimizer, rule)
     if not name.endswith("8bit"):
-        raise ConfigError(f"optimizer {kind.__module__}.{kind.__name__}: states have 8 or 32 bits here. {_INSTEAD}")
+        raise ConfigError(f"optimizer {kind.__module__}.{kind.__name__}: only 8 and 32 bits are supported. {_INSTEAD}")
     if getattr(optimizer, "bf16_stochastic_round", False):
         raise ConfigError(
-            f"optimizer {kind.__name__}: bf16_stochastic_round is onefold.master_dtype bf16 here; leave it out"
+            f"optimizer {kind.__name__}: bf16_stochastic_round is not supported. Set onefold.master_dtype to bf16."
         )
     if (size := getattr(optimizer, "block_size", BLOCK)) != BLOCK:
         raise ConfigError(
-            f"optimizer {kind.__name__}: block_size = {size}; blocks have {BLOCK} values here, leave it out"
+            f"optimizer {kind.__name__}: block_size = {size} is not supported. Leave it out: blocks have {BLOCK}."
         )
     return LowBitClass(rule, True, 4096)
 
@@ -174,7 +174,7 @@ def _of_bitsandbytes(optimizer: Any, rule: str) -> LowBitClass:
     arguments, manager = optimizer.args, optimizer.mng
     for name, default in (("max_unorm", 0), ("skip_zeros", False), ("percentile_clipping", 100), ("block_wise", True)):
         if getattr(arguments, name, default) != default:
-            raise ConfigError(f"optimizer {type(optimizer).__name__}: {name} is not offered; leave it out")
+            raise ConfigError(f"optimizer {type(optimizer).__name__}: {name} is not supported. Leave it out.")
     parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     overrides = {id(getattr(module, name)): values for module, name, values in manager.module_weight_config_triple}
     overrides |= manager.pid2config
@@ -183,7 +183,7 @@ def _of_bitsandbytes(optimizer: Any, rule: str) -> LowBitClass:
         if overrides[key] != {"optim_bits": 32}:
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__}: bitsandbytes' manager overrides {overrides[key]} for a "
-                "parameter, but only optim_bits = 32 is supported. Use parameter groups for other rates"
+                "parameter, but only optim_bits = 32 is supported. Use parameter groups for other rates."
             )
         in_fp32.append(parameters[key])
     is_8bit = arguments.optim_bits == 8

@@ -60,15 +60,15 @@ class WrittenValues:
         for flag, value in self._fixed[index].items():
             if bool(group.get(flag)) != bool(value):
                 raise ConfigError(
-                    f"{path}.{flag} was {value!r} at initialize and is {group.get(flag)!r} now: shards are laid out by "
-                    "it. Give the group that value before initialize"
+                    f"{path}.{flag} was {value!r} at initialize and is {group.get(flag)!r} now, but shards are laid "
+                    "out by it. Set it before initialize."
                 )
         check(written, path)
         if check is check_of_rate:  # the keys that a user-defined rule reads are unknown
             return
         for key in first:
             if key not in group and key in READ_NAMES:
-                raise ConfigError(f"{path}.{key} was removed from the group, and optimizer {self._name} reads it")
+                raise ConfigError(f"{path}.{key} was removed from the group, but optimizer {self._name} reads it.")
         check_names({key: None for key in written if key not in first}, list(first), path, self._name)
 
 

@@ -318,7 +318,7 @@ def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[
     if len(read) != num_groups:
         raise ConfigError(
             f"scheduler.params.{name} has {len(read)} values for {num_groups} parameter groups. Give one number, or "
-            "one per group"
+            "one per group."
         )
     return list(read)
 
@@ -342,8 +342,8 @@ _SCHEDULES: dict[str, type[LRSchedule]] = {
 }
 VALID_LR_SCHEDULES: list[str] = list(_SCHEDULES)
 
-_CALLABLE = "it needs a Python function, which JSON cannot hold: pass a scheduler or a callable as `lr_scheduler`"
-_NESTED = "it is made of other schedulers, which JSON cannot hold: pass it as `lr_scheduler`"
+_CALLABLE = "it needs a Python function"
+_NESTED = "it consists of other schedulers"
 _REFUSED = {
     **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), _CALLABLE),
     **dict.fromkeys(("SequentialLR", "ChainedScheduler"), _NESTED),
@@ -357,7 +357,8 @@ def prepare_scheduler(spec: SchedulerSpec) -> Callable[[Any], Any]:
     """
     if spec.type in _REFUSED:
         raise ConfigError(
-            f"scheduler.type: {spec.type} cannot be built from a config, since {_REFUSED[spec.type]} instead"
+            f"scheduler.type: {spec.type} cannot be built from a config, because {_REFUSED[spec.type]}. Pass it, or a "
+            "callable that makes it, as `lr_scheduler`."
         )
     base = torch.optim.lr_scheduler.LRScheduler
     known: dict[str, Any] = _SCHEDULES | {
@@ -381,6 +382,6 @@ def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
     except TypeError as error:
         raise ValueError(
             f"engine.step(lr_kwargs={dict(lr_kwargs)}): {type(scheduler).__name__}.step() takes other arguments "
-            f'({error}). Hand over what it needs, as engine.step(lr_kwargs={{"metrics": loss}}) does for '
-            "ReduceLROnPlateau, or leave it out of initialize and step it yourself"
+            f'({error}). Pass the arguments that it needs, such as engine.step(lr_kwargs={{"metrics": loss}}) for '
+            "ReduceLROnPlateau, or leave the scheduler out of initialize and step it yourself."
         ) from error

@@ -16,7 +16,7 @@ import torch
 from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.chosen import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.instance_step import InstanceStep
@@ -36,7 +36,7 @@ from onefold.runtime import Schedule, Unit
 class ShardedStep:
     """The optimizer of all shards of this rank: it steps them, and gives access to masters and states."""
 
-    def __init__(self, chosen: Chosen, plan: Plan, schedule: Schedule, memory: OffloadMemory | None) -> None:
+    def __init__(self, chosen: ChosenOptimizer, plan: Plan, schedule: Schedule, memory: OffloadMemory | None) -> None:
         self.name = chosen.name
         self.groups = chosen.groups
         self.instance = chosen.instance

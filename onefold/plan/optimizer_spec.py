@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from onefold.config import Config
 from onefold.config.hyperparameters import HYPERPARAMETERS
 from onefold.config.params import SCHEDULES, is_paged, plain_name
-from onefold.config.read import meant_key
 from onefold.config.signature import build, check_required, read_arguments
+from onefold.config.suggestions import meant_key
 from onefold.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ class _ClassSpec:
         """Make the error for a `type` that is not known."""
         near = meant_key(self.type, known := list(known))
         hint = f"Did you mean {near}? " if near else ""
-        return ConfigError(f"{self.section}.type {self.type!r} is not known{note}. {hint}Known are {', '.join(known)}")
+        return ConfigError(f"{self.section}.type {self.type!r} is not known{note}. {hint}Known are {', '.join(known)}.")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from onefold.config import ConfigError, check_built, load_config
 from onefold.config.keys import Key, as_number, entries, read_as
 from onefold.config.params import OPTIMIZERS
 from onefold.optim.choose import choose
-from onefold.optim.chosen import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.plan.optimizer_spec import make_optimizer_spec
 
 LIKE_TORCH = {
@@ -29,7 +29,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(3))]
 
 
-def named(name: str, params: dict[str, Any], *groups: dict[str, Any]) -> Chosen:
+def named(name: str, params: dict[str, Any], *groups: dict[str, Any]) -> ChosenOptimizer:
     config = load_config({"optimizer": {"type": name, "params": params}})
     check_built(config)
     spec = make_optimizer_spec(config)
@@ -166,7 +166,7 @@ def test_a_group_has_its_own_values_and_the_configs() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_a_group_that_misspells_is_refused(name: str, key: str, meant: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"model_parameters\[0\]\.{key}: .*did you mean model_parameters\[0\]\.{meant}"
+        ConfigError, match=rf"model_parameters\[0\]\.{key}: .*Did you mean model_parameters\[0\]\.{meant}"
     ):
         named(name, {}, {key: 0.1})
 

@@ -292,7 +292,7 @@ def delay() -> str:
 
 
 def test_a_delayed_step_of_the_host_is_refused(on_ranks):
-    assert all("works on whole matrices on the device" in told for told in on_ranks(1, delay))
+    assert all("computes whole matrices on the device" in told for told in on_ranks(1, delay))
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -1068,7 +1068,7 @@ def test_an_unknown_optimizer_is_told_how_to_be_known():
             pass
 
     chosen = choose(Mine([nn.Parameter(torch.ones(3))], {}), None, [])
-    with pytest.raises(ConfigError, match=r"at whole matrices, give its class a rule .* docs/optimizers.md"):
+    with pytest.raises(ConfigError, match=r"needs whole matrices, define a rule for its class .* docs/optimizers.md"):
         check_shardable(chosen, allow_untested=False)
 
 

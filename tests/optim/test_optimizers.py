@@ -818,7 +818,7 @@ def nadam(model: nn.Module) -> torch.optim.Optimizer:
     (ADAMW, "betas", (0.9, 0.9, 0.9), "optimizer.param_groups[0].betas = [0.9, 0.9, 0.9]: expected a list of 2"),
     (ADAMW, "betas", (0.9, 1.0), "optimizer.param_groups[0].betas[1] = 1.0: expected"),
     (ADAMW, "amsgrad", True, "optimizer.param_groups[0]: amsgrad as written now needs the state max_exp_avg_sq"),
-    (ADAMW, "learning_rate", 0.1, "optimizer.param_groups[0].learning_rate: no optimizer reads it; did you mean"),
+    (ADAMW, "learning_rate", 0.1, "optimizer.param_groups[0].learning_rate: no optimizer reads it. Did you mean"),
     (ADAMW, "momentum", 0.1, "optimizer.param_groups[0].momentum: optimizer AdamW does not read it"),
     (MUON, "adjust_lr_fn", "nonsense", "optimizer.param_groups[0].adjust_lr_fn = 'nonsense': expected one of"),
     (MUON, "use_muon", False, "optimizer.param_groups[0].use_muon was True at initialize and is False now"),
