@@ -321,7 +321,8 @@ def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: read(self._config.settings)
 
 
-# Keys at the top of a config, in `flops_profiler` and in `zero_optimization` whose getter has their name.
+# Keys at the top of a config, in `flops_profiler` and in `zero_optimization` whose getter has their name, with the
+# section's name in front.
 _TOP = """
     dataloader_drop_last dump_state gradient_predivide_factor log_level managed_gradient_accumulation memory_breakdown
     steps_per_print wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -337,16 +338,13 @@ _ZERO = """
 """
 
 
-def _getter_of_zero(key: str) -> str:
-    """Return DeepSpeed's getter of a key of `zero_optimization`: `zero_reduce_scatter` for `reduce_scatter`."""
-    return f"zero_{key.removeprefix('zero_').removeprefix('stage3_')}"
-
-
 # Getters that return a key of the config.
 _KEYS = {
     **{key: key for key in _TOP.split()},
     **{f"flops_profiler_{key}": f"flops_profiler.{key}" for key in _FLOPS_PROFILER.split()},
-    **{_getter_of_zero(key): f"zero_optimization.{key}" for key in _ZERO.split()},
+    **{
+        f"zero_{key.removeprefix('zero_').removeprefix('stage3_')}": f"zero_optimization.{key}" for key in _ZERO.split()
+    },
     "aio_config": "aio",
     "autotuning_enabled": "autotuning.enabled",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
