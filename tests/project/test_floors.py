@@ -214,11 +214,12 @@ def test_masters_are_read_through_the_step():
                 assert not of_store or allowed, f"{path}:{node.lineno}"
 
 
-# Lines that each package may have; "top" is all modules directly below `onefold`. DeepSpeed's names (`compat`) have no
-# budget: they are as many as its modules that others import. Raise a number in a commit of its own that says why.
+# Lines that each package may have; "top" is all modules directly below `onefold`. Raise a number in a commit of its own
+# that says why.
 BUDGETS = {
     "checkpoint": 5_000,
     "comm": 3_950,
+    "compat": 5_150,
     "config": 3_000,
     "engine": 2_700,
     "offload": 3_000,
@@ -226,7 +227,7 @@ BUDGETS = {
     "plan": 1_800,
     "report": 1_600,
     "runtime": 4_750,
-    "tools": 8_500,
+    "tools": 8_460,
     "top": 1_900,
     "utils": 550,
 }
@@ -242,7 +243,7 @@ def test_packages_stay_within_their_budgets(package):
 
 def test_every_package_has_a_budget():
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_")}
-    assert packages - BUDGETS.keys() == {"compat"}
+    assert packages - BUDGETS.keys() == set()
 
 
 def test_importing_onefold_does_nothing():
