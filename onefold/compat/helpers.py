@@ -74,10 +74,6 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def noop_decorator(func: Any) -> Any:
-    return func
-
-
 noop_context = nullcontext
 
 
@@ -232,6 +228,9 @@ def enable(min_version: Any = None) -> Callable[..., Any]:
 
 def dummy_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
+
+
+noop_decorator = dummy_decorator
 
 
 def compiled_autograd(enabled: bool, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
