@@ -88,11 +88,17 @@ class DeepSpeedEngine(EngineGetters):
 
     def _checkpoint_file_names(self) -> list[str]:
         """Return the names of DeepSpeed's files, whose existence transformers and others check."""
-        ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(self.state.group.size)]
-        models = ranks if self.plan.shards_parameters else ["mp_rank_00"]
+        ranks = range(self.state.group.size)
+        optimizers = [self._optimizer_file(rank) for rank in ranks] if self.plan.shards_states else []
+        return [*dict.fromkeys(self._model_file(rank) for rank in ranks), *optimizers]
+
+    def _model_file(self, rank: int) -> str:
+        place = f"zero_pp_rank_{rank}_mp_rank_00" if self.plan.shards_parameters else "mp_rank_00"
+        return f"{place}_model_states.pt"
+
+    def _optimizer_file(self, rank: int) -> str:
         prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
-        optimizers = [f"{prefix}{rank}_optim_states.pt" for rank in ranks] if self.plan.shards_states else []
-        return [*(f"{model}_model_states.pt" for model in models), *optimizers]
+        return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Return the loss times the loss scale. `retain_graph` is ignored: pass it to `backward`."""
@@ -110,14 +116,11 @@ class DeepSpeedEngine(EngineGetters):
 
     def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
         """Return the path of this rank's model file. It refers to the manifest, which lists the tensors."""
-        place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00" if self.plan.shards_parameters else "mp_rank_00"
-        return os.path.join(checkpoints_path, str(tag), f"{place}_model_states.pt")
+        return os.path.join(checkpoints_path, str(tag), self._model_file(self.state.group.rank))
 
     def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
         """Return the path of this rank's optimizer file. It refers to the manifest."""
-        prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
-        place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00"
-        return os.path.join(checkpoints_path, str(tag), f"{prefix}{place}_optim_states.pt")
+        return os.path.join(checkpoints_path, str(tag), self._optimizer_file(self.state.group.rank))
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Return the path of the optimizer file of expert-parallel layers. It is never written."""
