@@ -29,7 +29,7 @@ _TENSORS = {
 
 
 class DeepSpeedAccelerator:
-    """What DeepSpeed scripts ask about the device."""
+    """The interface of a device that DeepSpeed scripts use: CUDA, or the CPU."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """GPUs; without them what `LOCAL_SIZE` says, or the memory nodes of this machine that have cores."""
+        """Return the number of GPUs; without GPUs `LOCAL_SIZE`, or the number of NUMA nodes that have cores."""
         if self._is_cuda:
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_SIZE", 0)) or max(1, sum(map(bool, get_numa_cores())))

@@ -1,4 +1,4 @@
-"""What `deepspeed.comm` has beside torch.distributed's functions."""
+"""The functions of `deepspeed.comm` that torch.distributed does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onefold.compat.not_offered import NotOffered
 from onefold.log import logger
 
 MPI_WORLD_SIZE_ENV_VARS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS")
-"""Where launchers that set no RANK and WORLD_SIZE say how many processes they have started."""
+"""Variables with the number of processes, of launchers that set neither RANK nor WORLD_SIZE."""
 
 _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 
@@ -124,5 +124,5 @@ def known_world_size(world_size: int | None) -> int | None:
     """Return the world size that was given or that the launcher set, or None if only `init_method` determines it."""
     if world_size is not None and world_size > 0:
         return world_size
-    told = os.environ.get("WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) > 0 else None
+    launched = os.environ.get("WORLD_SIZE", "")
+    return int(launched) if launched.isdigit() and int(launched) > 0 else None

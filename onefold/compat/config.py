@@ -17,14 +17,7 @@ from onefold.plan import Monitoring
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
-DEEPSPEED_OPTIMIZERS = [
-    ADAGRAD_OPTIMIZER,
-    ADAM_OPTIMIZER,
-    ADAMW_OPTIMIZER,
-    LAMB_OPTIMIZER,
-    LION_OPTIMIZER,
-    MUON_OPTIMIZER,
-]
+DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
 
 __all__ = ["DEEPSPEED_OPTIMIZERS", "DeepSpeedConfig", "DeepSpeedConfigError"]
 
@@ -82,11 +75,8 @@ class DeepSpeedConfig:
         self.scheduler_name = settings.scheduler.type if settings.scheduler else None
         self.scheduler_params = dict(settings.scheduler.params) if settings.scheduler else None
         self.activation_checkpointing_config = settings.activation_checkpointing
-        self.checkpoint_config, self.aio_config, self.comms_config = (
-            settings.checkpoint,
-            settings.aio,
-            settings.comms_logger,
-        )
+        self.checkpoint_config, self.aio_config = settings.checkpoint, settings.aio
+        self.comms_config = settings.comms_logger
         self.monitor_config = Monitoring(settings.tensorboard, settings.csv_monitor, settings.wandb, settings.comet)
         self.grad_accum_dtype = settings.data_types.grad_accum_dtype
         self.param_dtype, self.buffer_dtype = settings.data_types.param_dtype, settings.data_types.buffer_dtype

@@ -123,7 +123,7 @@ DeepSpeedZeroOffloadParamConfig = model_of("DeepSpeedZeroOffloadParamConfig", Of
 class DeepSpeedZeroOffloadOptimizerConfig(
     model_of("_OffloadOptimizer", OffloadOptimizer, device=OffloadDeviceEnum)  # type: ignore[misc]
 ):
-    """Where optimizer states rest."""
+    """The section `offload_optimizer`: the device of optimizer states."""
 
     @property
     def pipeline(self) -> bool:
@@ -160,7 +160,7 @@ class DeepSpeedZeroConfig(
         "_ZeroOptimization", ZeroOptimization, stage=ZeroStageEnum, leaf_module=DeepSpeedZeroLeafModuleConfig
     )
 ):
-    """What is sharded, where it rests, and how it travels."""
+    """The section `zero_optimization`."""
 
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None  # type: ignore[valid-type]
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None  # type: ignore[valid-type]
@@ -240,7 +240,7 @@ CometConfig = model_of("CometConfig", Comet)
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
-    """What `MonitorMaster` is made from."""
+    """The sections of all monitors, for `MonitorMaster`."""
 
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)  # type: ignore[valid-type]
     comet: CometConfig = Field(default_factory=CometConfig)  # type: ignore[valid-type]

@@ -1,4 +1,4 @@
-"""Where each module of DeepSpeed that others import, and each name in it, comes from.
+"""The modules of DeepSpeed that others import, with the origin of each name in them.
 
 Three tables, read by `finder.py`. Paths of DeepSpeed are below `deepspeed`: "runtime.engine" is
 `deepspeed.runtime.engine`.
@@ -226,7 +226,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
-# What is not offered: its modules, separated by spaces, and the names that others import from any of them.
+# Features that are not offered: their modules, separated by spaces, and the names that others import from these.
 NOT_OFFERED: dict[str, dict[str, str]] = {
     "1-bit optimizers": {
         "runtime.fp16.onebit runtime.fp16.onebit.adam runtime.fp16.onebit.lamb runtime.fp16.onebit.zoadam": """

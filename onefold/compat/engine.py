@@ -89,11 +89,17 @@ class DeepSpeedEngine(EngineGetters):
 
     def _checkpoint_file_names(self) -> list[str]:
         """Return the names of DeepSpeed's files, whose existence transformers and others check."""
-        ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(self.state.group.size)]
-        models = ranks if self.plan.shards_parameters else ["mp_rank_00"]
+        ranks = range(self.state.group.size)
+        optimizers = [self._optimizer_file(rank) for rank in ranks] if self.plan.shards_states else []
+        return [*dict.fromkeys(self._model_file(rank) for rank in ranks), *optimizers]
+
+    def _model_file(self, rank: int) -> str:
+        place = f"zero_pp_rank_{rank}_mp_rank_00" if self.plan.shards_parameters else "mp_rank_00"
+        return f"{place}_model_states.pt"
+
+    def _optimizer_file(self, rank: int) -> str:
         prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
-        optimizers = [f"{prefix}{rank}_optim_states.pt" for rank in ranks] if self.plan.shards_states else []
-        return [*(f"{model}_model_states.pt" for model in models), *optimizers]
+        return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Return the loss times the loss scale. `retain_graph` is ignored: pass it to `backward`."""
@@ -111,14 +117,11 @@ class DeepSpeedEngine(EngineGetters):
 
     def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
         """Return the path of this rank's model file. It refers to the manifest, which lists the tensors."""
-        place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00" if self.plan.shards_parameters else "mp_rank_00"
-        return os.path.join(checkpoints_path, str(tag), f"{place}_model_states.pt")
+        return os.path.join(checkpoints_path, str(tag), self._model_file(self.state.group.rank))
 
     def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str:
         """Return the path of this rank's optimizer file. It refers to the manifest."""
-        prefix = "bf16_" if self.plan.precision.compute is torch.bfloat16 else ""
-        place = f"zero_pp_rank_{self.state.group.rank}_mp_rank_00"
-        return os.path.join(checkpoints_path, str(tag), f"{prefix}{place}_optim_states.pt")
+        return os.path.join(checkpoints_path, str(tag), self._optimizer_file(self.state.group.rank))
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Return the path of the optimizer file of expert-parallel layers. It is never written."""
@@ -322,7 +325,8 @@ def _getter(path: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: read(self._config.settings)
 
 
-# Keys at the top of a config, in `flops_profiler` and in `zero_optimization` whose getter has their name.
+# Keys at the top of a config, in `flops_profiler` and in `zero_optimization` whose getter has their name, with the
+# section's name in front.
 _TOP = """
     dataloader_drop_last dump_state gradient_predivide_factor log_level managed_gradient_accumulation memory_breakdown
     steps_per_print wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -338,16 +342,13 @@ _ZERO = """
 """
 
 
-def _getter_of_zero(key: str) -> str:
-    """Return DeepSpeed's getter of a key of `zero_optimization`: `zero_reduce_scatter` for `reduce_scatter`."""
-    return f"zero_{key.removeprefix('zero_').removeprefix('stage3_')}"
-
-
 # Getters that return a key of the config.
 _KEYS = {
     **{key: key for key in _TOP.split()},
     **{f"flops_profiler_{key}": f"flops_profiler.{key}" for key in _FLOPS_PROFILER.split()},
-    **{_getter_of_zero(key): f"zero_optimization.{key}" for key in _ZERO.split()},
+    **{
+        f"zero_{key.removeprefix('zero_').removeprefix('stage3_')}": f"zero_optimization.{key}" for key in _ZERO.split()
+    },
     "aio_config": "aio",
     "autotuning_enabled": "autotuning.enabled",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",

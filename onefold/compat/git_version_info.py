@@ -1,4 +1,4 @@
-"""What is installed under the name of DeepSpeed."""
+"""The version that is installed under the name of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
         "version": ".".join(torch.__version__.split(".")[:2]),
         "bf16_support": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         "cuda_version": torch.version.cuda or "0.0",
-        # Three numbers where there is none: "0.0" makes those who read it ask a torch that has no NCCL.
+        # Three numbers without NCCL, because readers of "0.0" query torch for the version, which then raises.
         "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "0.0.0",
         "hip_version": torch.version.hip or "0.0",
     }

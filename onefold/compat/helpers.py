@@ -36,7 +36,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 
 
 def split_half_float_double(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Dense tensors by dtype: fp16, fp32, fp64, bf16; none for a dtype that is not there."""
+    """Group dense tensors by dtype: fp16, fp32, fp64, bf16. Dtypes without tensors have no group."""
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
     dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
     found = [[tensor for tensor in dense if tensor.dtype is dtype] for dtype in dtypes]
@@ -72,10 +72,6 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 def empty_cache() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def noop_decorator(func: Any) -> Any:
-    return func
 
 
 noop_context = nullcontext
@@ -145,7 +141,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 class OnDevice:
-    """Tensors made inside lie on `device` ("meta" included), floating-point ones in `dtype`."""
+    """A context in which new tensors are on `device`, which may be "meta", and floating-point ones in `dtype`."""
 
     def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
@@ -234,6 +230,9 @@ def dummy_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
+noop_decorator = dummy_decorator
+
+
 def compiled_autograd(enabled: bool, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
     if enabled:
         raise NotOfferedError(explain("compiled_autograd", "a compiled backward (engine.compile compiles forwards)"))
@@ -241,7 +240,8 @@ def compiled_autograd(enabled: bool, kwargs: dict[str, Any]) -> AbstractContextM
 
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
-"""What DeepSpeed puts on parameters whose gradients travel in autocast's format. onefold puts it on none."""
+"""The attribute with which DeepSpeed marks parameters whose gradients are reduced in autocast's dtype. No parameter of
+onefold has it."""
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from onefold.comm import local_device
 from onefold.compat.not_offered import NotOffered
 
-# What asks for more than evaluation, and the values that do not ask.
+# Settings of features other than evaluation, and the values that turn these off.
 _MORE = {
     "replace_with_kernel_inject": (False, None),
     "kernel_inject": (False, None),
@@ -31,7 +31,7 @@ _MORE = {
     "mpu": (None,),
     "ep_size": (1, None),
 }
-# What says how kernels and partitioned checkpoints work: nothing without them.
+# Settings of kernels and partitioned checkpoints, which have no effect without them.
 _OF_KERNELS = """
     max_out_tokens max_tokens min_out_tokens min_tokens return_tuple triangular_masking tm replace_method base_dir
     training_mp_size transposed_mode triton_autotune checkpoint_config ckpt_config moe_experts moe_type config args

@@ -16,7 +16,7 @@ CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
 
 
 class LossScaleProfile(StrEnum):
-    """Which of DeepSpeed's two optimizers without ZeRO a scale is for; here they have the same one."""
+    """DeepSpeed's two optimizers without ZeRO. Their loss scales are the same here."""
 
     FUSED = "fused"
     UNFUSED = "unfused"
@@ -117,7 +117,7 @@ def LossScaleConfig(
     *,
     profile: LossScaleProfile = LossScaleProfile.FUSED,
 ) -> LossScalerBase:
-    """Return a view of an engine's loss scale as DeepSpeed's optimizers without ZeRO have it."""
+    """Return the loss scale of DeepSpeed's optimizers without ZeRO."""
     return CreateLossScaler(low_precision_dtype, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
 
 

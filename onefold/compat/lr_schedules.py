@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 from onefold.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -75,16 +76,9 @@ def _override(schedule: str, args: Any, params: dict[str, Any]) -> None:
     params.update({name: value for name, value in given.items() if value is not None})
 
 
-def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
-    _override(LR_RANGE_TEST, args, params)
-
-
-def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
-    _override(ONE_CYCLE, args, params)
-
-
-def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
-    _override(WARMUP_LR, args, params)
+override_lr_range_test_params = partial(_override, LR_RANGE_TEST)
+override_1cycle_params = partial(_override, ONE_CYCLE)
+override_warmupLR_params = partial(_override, WARMUP_LR)
 
 
 def override_params(args: Any, params: dict[str, Any]) -> None:

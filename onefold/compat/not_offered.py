@@ -21,7 +21,7 @@ class _Explained(type):
 
 
 class NotOffered(metaclass=_Explained):
-    """Raises when it is made or called, or when an attribute is read, and says what it stands for."""
+    """A class that raises when it is instantiated or called, or when an attribute is read."""
 
     what = "this part of DeepSpeed"
 

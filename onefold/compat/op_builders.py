@@ -14,7 +14,7 @@ import torch
 
 
 class AsyncIOBuilder:
-    """Nothing is built: the reading and writing is Python's, without the lock."""
+    """The builder of `AsyncIOHandle`. Nothing is compiled: Python reads and writes files without its global lock."""
 
     NAME = "async_io"
 
@@ -26,7 +26,7 @@ class AsyncIOBuilder:
 
 
 class AsyncIOHandle:
-    """Whole tensors to files and back. What was started is finished by `wait`, which returns how many there were."""
+    """Reads and writes whole tensors. `wait` finishes the calls that were started, and returns their number."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ def _write(buffer: torch.Tensor, filename: str, offset: int) -> int:
 
 
 class OpBuilder:
-    """An operator by its name; where torch's kernels do its work, `instead` says under which name."""
+    """The builder of an operator. `instead` names the class that does its work with torch's kernels, if any."""
 
     NAME = "deepspeed_not_implemented"
     instead = ""
@@ -149,7 +149,7 @@ CUDAOpBuilder = TorchCPUOpBuilder = OpBuilder
 
 
 class UtilsBuilder(OpBuilder):
-    """Many tensors as one and back."""
+    """The builder of functions that flatten tensors into one and back."""
 
     NAME = "utils"
     instead = "torch._utils"

@@ -125,7 +125,7 @@ class ZeRORuntimeException(Exception):
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Any elementwise optimizer is; `initialize` refuses the others by name."""
+    """Return True, because `initialize` itself refuses optimizers that are not supported."""
     return True
 
 

@@ -1,8 +1,8 @@
 """The command `deepspeed`: onefold's launcher with the flags of DeepSpeed's.
 
 On one node it is `onefold launch`. With a hostfile of several it starts itself on each of them by ssh, with the
-variables of `.deepspeed_env` and of this shell that matter to a run; `--no_ssh` is for nodes on which it is started by
-somebody else.
+variables of `.deepspeed_env` and of this shell that matter to a run. With `--no_ssh`, it is started on each node by
+other means.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--master_port", type=int, default=DEFAULT_PORT, help="port on the first node")
     add("--node_rank", type=int, default=-1, help="which node this is, with --no_ssh")
     add("--launcher", default="pdsh", help="how other nodes are reached: pdsh or ssh (both mean ssh)")
-    add("--no_ssh", action="store_true", help="somebody else starts this command on the other nodes")
+    add(
+        "--no_ssh",
+        action="store_true",
+        help="start only this node; the command is started on the others by other means",
+    )
     add("--no_ssh_check", action="store_true", help="do not try ssh before the job")
     add("--ssh_port", type=int, help="port of the ssh servers")
     add("--venv_script", help="a script that is sourced on each node before anything else")
@@ -65,7 +69,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--module", action="store_true", help="the script is a module, as for `python -m`")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not hand --local_rank=N to the script")
-    add("--save_pid", action="store_true", help="write this process's number to a file beside the script")
+    add("--save_pid", action="store_true", help="write this process's number to a file next to the script")
     add("-q", "--quiet", action="store_true", help="say nothing but errors")
     add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"])
     add("--bind_cores_to_rank", action="store_true", help="accepted: each rank gets its share of threads anyway")

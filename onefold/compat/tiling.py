@@ -33,7 +33,7 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self._columns, self._heights = _cut(in_features, in_splits), _cut(out_features, out_splits)
-        # Where tiles begin, and where the last one ends.
+        # The first index of each tile, and the end of the last one.
         self.in_parts, self.out_parts = [0, *accumulate(self._columns)], [0, *accumulate(self._heights)]
         self.linears = nn.ModuleList(
             nn.ModuleList(
@@ -77,7 +77,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same over layers that return their output and their bias apart."""
+    """A `TiledLinear` of layers that return their output and their bias separately."""
 
     def _add(self, outputs: list[Any]) -> Any:
         return super()._add([output for output, _ in outputs]), outputs[-1][1]

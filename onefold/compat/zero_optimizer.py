@@ -31,7 +31,11 @@ __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
 
 
 class DeepSpeedZeRoOffload:
-    """A model whose parameters rest as shards."""
+    """The model of an engine that shards parameters, with the hooks that others remove around `generate`.
+
+    The lists of hooks are empty, because onefold's hooks stay installed: a parameter that `GatheredParameters` has
+    gathered is used as it is.
+    """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.module = _Module(module)
@@ -52,7 +56,7 @@ class _Module:
         self._module = module
 
     def ds_external_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """None beside the model's own: all modules that use them are inside."""
+        """Return no parameters, because all modules that use the model's parameters are inside it."""
         return []
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +70,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     stands_for: type[torch.optim.Optimizer]
     """The class of the instance that `initialize` was given, or the one that DeepSpeed makes of the same config."""
     parameter_offload: DeepSpeedZeRoOffload
-    """Where parameters are sharded."""
+    """Set if parameters are sharded."""
     step_of_engine: weakref.WeakMethod[Callable[[], None]]
     nccl_start_alignment_factor = 2
 

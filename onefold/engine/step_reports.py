@@ -14,7 +14,6 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -373,14 +372,9 @@ def _events(pending: _PendingReport, row: StepRow, *, timed: bool) -> list[Event
         "onefold/memory/device_peak": memory.device_peak,
         "onefold/memory/host_resident": memory.host_resident,
         **{f"onefold/memory/held_{tier}": value for tier, value in memory.by_tier().items() if value},
-        **{f"onefold/traffic/{operation}": row.bytes_of(operation) for operation in _operations(row)},
+        **{f"onefold/traffic/{sent.operation}": row.bytes_of(sent.operation) for sent in row.traffic},
     }
     return [(name, value, row.samples) for name, value in values.items() if value is not None]
-
-
-def _operations(row: StepRow) -> Iterator[str]:
-    """Yield the collectives and copies of a step, each once."""
-    yield from dict.fromkeys(sent.operation for sent in row.traffic)
 
 
 def _facts(state: TrainState, memory: ModelMemory, ledger: Ledger, planned: PlanReport) -> dict[str, Any]:

@@ -134,6 +134,33 @@ def test_every_module_and_name_can_be_had(installed):
     )
 
 
+def test_one_path_at_most_adds_names_to_a_module():
+    """Two would replace each other's: the names are served by the module's `__getattr__`."""
+    extended = [finder.MODULES[path] for path in deepspeed_names.NAMES if path in finder.MODULES]
+    assert len(extended) == len(set(extended))
+
+
+def test_modules_of_the_table_behave_as_files_would(installed):
+    check(
+        """
+        import importlib, inspect, pickle
+        import deepspeed, deepspeed.runtime.engine
+        from deepspeed.comm import *
+        from deepspeed.runtime.constants import *
+        assert all_reduce and init_distributed and TRAIN_BATCH_SIZE == "train_batch_size"
+        assert deepspeed.runtime.engine.__spec__.name == deepspeed.runtime.engine.__name__
+        for name in ("utils", "runtime.zero", "runtime.engine", "moe.layer"):
+            assert inspect.getfile(importlib.import_module(f"deepspeed.{name}")).endswith(".py")
+        for found in (deepspeed.zero.Init, deepspeed.ops.adam.FusedAdam, deepspeed.utils.safe_get_full_grad):
+            assert pickle.loads(pickle.dumps(found)) is found and inspect.getsource(found)
+        config = deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stage=3)
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert importlib.reload(deepspeed.utils).logger is deepspeed.utils.logging.logger
+        """,
+        installed,
+    )
+
+
 def test_what_is_not_offered_says_so_when_it_is_used(installed):
     check(
         """

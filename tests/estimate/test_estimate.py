@@ -32,13 +32,11 @@ from onefold.tools.estimate.model_states import (
     estimate_zero3_model_states_mem_needs_all_cold,
 )
 from onefold.tools.estimate.models import ModelSource, PlanError, find_model, from_number, from_shapes
-from onefold.tools.estimate.on_cuda import attend_backward
-from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.ops import OpCall, OpTimer, attend_backward
 from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting, settings_for
 from onefold.tools.estimate.shapes import SHAPES, known_shape
 from onefold.tools.estimate.step_bench import measure_host
 from onefold.tools.estimate.textbook import MOMENTS, MOMENTS_AND_MASTER, count_as_textbook
-from onefold.tools.estimate.work import OpCall
 
 # -- the dry run and the run -------------------------------------------------------------------------------------------
 

@@ -225,12 +225,12 @@ def test_master_weights_are_read_through_the_optimizer_step():
                 assert not of_store or allowed, f"{path}:{node.lineno}"
 
 
-# Maximum number of lines of each package; "top" counts the modules directly below `onefold`. `compat` has no budget,
-# because its size follows the modules of DeepSpeed that other projects import. Raise a number in a separate commit that
-# gives the reason.
+# Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
+# separate commit that gives the reason.
 BUDGETS = {
     "checkpoint": 5_000,
     "comm": 3_950,
+    "compat": 5_150,
     "config": 3_000,
     "engine": 2_700,
     "offload": 3_000,
@@ -238,7 +238,7 @@ BUDGETS = {
     "plan": 1_800,
     "report": 1_600,
     "runtime": 4_700,
-    "tools": 8_500,
+    "tools": 8_460,
     "top": 1_900,
     "utils": 550,
 }
@@ -253,7 +253,7 @@ def test_packages_stay_within_their_budgets(package):
 
 def test_every_package_has_a_budget():
     packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_")}
-    assert packages - BUDGETS.keys() == {"compat"}
+    assert packages - BUDGETS.keys() == set()
 
 
 def test_importing_onefold_has_no_side_effects():

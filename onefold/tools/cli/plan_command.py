@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from onefold.tools.estimate.advice import Advice
     from onefold.tools.estimate.forecast import Forecast
     from onefold.tools.estimate.models import ModelSource
-    from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.ops import OpTimer
     from onefold.tools.estimate.question import Question
 
 SEQUENCE_LENGTH = 2048
@@ -73,7 +73,7 @@ def _timer(machine: Machine) -> OpTimer | None:
     """Return a timer of ops if the forecast is for this machine and `onefold tune` has measured it."""
     import torch
 
-    from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.ops import OpTimer
 
     if not (machine.measured and torch.cuda.is_available()):
         return None
@@ -278,15 +278,13 @@ def _show_memory(found: list[Forecast], machine: Machine) -> None:
 
 
 def _show_traffic(found: list[Forecast]) -> None:
-    sent = {id(each): (each.traffic.inside, each.traffic.across) for each in found if each.traffic is not None}
-    moved = {id(each): (*sent[id(each)], each.offload_traffic.down + each.offload_traffic.up) for each in found}
-    disk = {id(each): (each.offload_traffic.read, each.offload_traffic.written) for each in found}
-    unit = _unit([value for each in found for value in (*moved[id(each)], *disk[id(each)])])
-    rows: list[Sequence[str | Text]] = []
-    for each in found:
-        assert each.traffic is not None
-        values = (*moved[id(each)], *disk[id(each)])
-        rows.append((each.setting.name, *(_amount(value, unit, 2) for value in values), f"{each.traffic.calls}"))
+    traffic = [(each.traffic, each.offload_traffic) for each in found if each.traffic is not None]
+    moved = [(sent.inside, sent.across, bus.down + bus.up, bus.read, bus.written) for sent, bus in traffic]
+    unit = _unit([value for values in moved for value in values])
+    rows = [
+        (each.setting.name, *(_amount(value, unit, 2) for value in values), str(sent.calls))
+        for each, (sent, _), values in zip(found, traffic, moved, strict=True)
+    ]
     heads = ("setting", ">inside node", ">between nodes", ">host bus", ">disk read", ">disk written", ">collectives")
     _print_filled(heads, rows, f"Traffic per step, in {'GB' if unit == GB else 'MB'}; between nodes: of all its GPUs")
 

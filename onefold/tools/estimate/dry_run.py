@@ -22,7 +22,7 @@ from onefold.optim.pipeline import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 from onefold.tools.estimate.caching_allocator import CachingAllocator
-from onefold.tools.estimate.on_cuda import as_on_cuda
+from onefold.tools.estimate.ops import as_on_cuda
 from onefold.tools.estimate.trace import AllocationMode, MemoryAccount, PassTrace, Tape, record_allocation
 
 LossOf = Callable[[Callable[..., Any]], torch.Tensor]

@@ -17,8 +17,7 @@ from onefold.plan.traffic import count_offload_traffic, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
 from onefold.tools.estimate.models import build_once
-from onefold.tools.estimate.on_cuda import ATTENTION
-from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.ops import ATTENTION, OpTimer
 from onefold.tools.estimate.question import Question, Setting
 from onefold.tools.estimate.trace import MemoryMoment, PassTrace
 
