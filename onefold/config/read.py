@@ -59,7 +59,7 @@ def load_config(source: ConfigSource, *, lists_unknown: bool = False) -> Config:
         document = read_source(source)
         folder = os.path.dirname(os.path.expanduser(os.fspath(source)))
     else:
-        raise ConfigError(f"a config is a dict or the path of a file, not {type(source).__name__}")
+        raise ConfigError(f"a config must be a dict or the path of a file, not {type(source).__name__}")
     translated = translate_accelerate(document, folder) if is_accelerate(document) else Translation(document)
     given = GivenKeys()
     given_keys = translated.document.items() if lists_unknown else ()
@@ -133,12 +133,12 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
         value = _read_scalar(entry, written or present)
         for item in (item for item in present if written and item.dotted):
             if read_value(item.path, item.value, entry) != value:  # TRL adds such keys; DeepSpeed never reads them
-                given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section says {value!r}, which counts')
+                given.old_spellings.append(f'"{item.path}" = {item.value!r}: ignored; the section has {value!r}')
         if entry.key.fraction and as_number(present[0].value) != value:
-            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
+            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value} elements")
         given.names_in_file[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
-            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
+            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: an old spelling of {value}")
     given.values[path] = value
     return value
 
@@ -199,7 +199,7 @@ def _read_scalar(entry: SectionKey, items: Sequence[_Item]) -> Any:
 
 def _disagree(name: str, paths: Sequence[str], values: Sequence[Any]) -> ConfigError:
     shown = ", ".join(f"{path} = {value!r}" for path, value in zip(paths, values, strict=True))
-    return ConfigError(f"{shown}: these are one key, {name}; keep one of them")
+    return ConfigError(f"{shown}: these are spellings of one key, {name}. Keep one of them.")
 
 
 # -- suggestions for unknown keys -------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def _unknown_key(section: type, path: str, name: str, full: str) -> ConfigError:
     elif len(known) <= _FEW:
         text = f"; known there: {', '.join(known)}"
     else:
-        text = f", and none like it (the nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]})"
+        text = f" (the nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]})"
     return ConfigError(f"{full}: there is no key {name!r} {where}{text}")
 
 

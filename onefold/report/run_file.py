@@ -174,7 +174,7 @@ class RunFile:
             file.update()
         except (FileNotFoundError, NotADirectoryError):
             raise RunFileError(
-                f"{file.path}: there is no such file. `onefold train` writes it into its folder, and any other job "
+                f"{file.path}: no such file. `onefold train` writes it into its folder, and any other job "
                 'where its config says: "onefold": {"report": "FOLDER"}'
             ) from None
         if not file.facts:

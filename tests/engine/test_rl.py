@@ -430,7 +430,7 @@ def test_what_cannot_be_shared_is_named(on_ranks):
     for dtype, trained in on_ranks(1, not_shared):
         assert "torch.bfloat16" in dtype
         assert "belongs to another engine" in dtype
-        assert "backbone.head.weight is to be trained" in trained
+        assert "backbone.head.weight is trained here" in trained
 
 
 # -- batches of any number of backwards -----------------------------------------------------------------------------

@@ -358,7 +358,7 @@ def interrupted(kind: str, folder: str) -> dict[str, Any]:
 def test_an_interrupted_step_is_refused_later_and_the_engine_goes(on_ranks, tmp_path, kind):
     (found,) = on_ranks(1, interrupted, kind, str(tmp_path))
     assert found["raised"]
-    assert "KeyboardInterrupt has interrupted a step" in found["later"][1]
+    assert "KeyboardInterrupt interrupted a step" in found["later"][1]
     assert found["destroy"] == ("", "")
 
 

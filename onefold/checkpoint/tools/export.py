@@ -65,7 +65,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> fol
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise NoCheckpointError(f"{folder}: there is no such folder")
+        raise NoCheckpointError(f"{folder}: no such folder")
     if tag is None and folders.is_tag_folder(folder):
         return folders.examine(folder)
     for _ in range(TRIES):
@@ -87,7 +87,7 @@ def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
         return candidates[0]
     if any(folders.is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
         raise CheckpointError(f"{folder}: its checkpoints are DeepSpeed's: onefold import-deepspeed {folder} OUT")
-    raise NoCheckpointError(f"{folder}: holds no checkpoint")
+    raise NoCheckpointError(f"{folder} contains no checkpoint")
 
 
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
