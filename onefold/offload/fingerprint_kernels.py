@@ -34,4 +34,4 @@ def try_out() -> None:
     add_words(words, total)
     specification(words, expected)
     if not torch.equal(total, expected):
-        raise RuntimeError(f"the kernel gave {total.item()} for {expected.item()}")
+        raise RuntimeError(f"the kernel returned {total.item()} instead of {expected.item()}")

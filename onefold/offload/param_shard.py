@@ -87,8 +87,8 @@ class DeviceShard(ParamShard):
     def gather_source(self, *, is_overwritten: bool) -> torch.Tensor:
         if self.values.numel() and not self.values.untyped_storage().size():
             raise RuntimeError(
-                "the storage of a parameter shard was emptied by hand, and its values are lost. Free the device's "
-                "memory with engine.offload_states(include=['lp_params']), and load a checkpoint into a new engine"
+                "the storage of a parameter shard was freed outside the engine, so its values are lost. Load a "
+                "checkpoint into a new engine, and free memory with engine.offload_states(include=['lp_params'])."
             )
         return self.values
 

@@ -21,7 +21,7 @@ from onefold.offload.fingerprint import as_integers
 _kernels = kernels_of(
     "onefold.offload.write_kernels",
     "the check for written parameters",
-    "onefold.honour_writes false turns the check off",
+    "set onefold.honour_writes to false to disable it",
 )
 
 

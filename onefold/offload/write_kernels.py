@@ -30,4 +30,4 @@ def try_out() -> None:
     master = torch.tensor([1.0, 2.0, 3.0], device="cuda")
     take_over(master, torch.tensor([1.0, 5.0, 3.0], device="cuda", dtype=torch.bfloat16))
     if master.tolist() != [1.0, 5.0, 3.0]:
-        raise RuntimeError(f"the kernel gave {master.tolist()}")
+        raise RuntimeError(f"the kernel returned {master.tolist()}")

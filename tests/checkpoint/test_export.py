@@ -453,7 +453,7 @@ def test_the_command_fails_with_a_line(checkpoints: Path, tmp_path: Path, capsys
     spoil(checkpoints, "flipped")
     (tmp_path / "file").touch()
     for arguments, code, message in (
-        ([str(checkpoints), out], 1, "the checksum does not fit"),
+        ([str(checkpoints), out], 1, "the checksum does not match"),
         ([str(checkpoints), str(tmp_path / "file" / "out"), "--tag", "older"], 1, "file"),
         ([str(checkpoints), out, "--max-shard-size", "0"], 2, "--max-shard-size: '0' is not a size"),
         ([str(tmp_path / "nowhere"), out], 2, "no such folder"),

@@ -361,7 +361,7 @@ def value_head(stage: int, folder: str) -> list[str]:
         critic(*batches(1)[0])
         told += ["a closed reference is not noticed"] if stage == 3 else []
     except RuntimeError as error:
-        told += [] if "was closed" in str(error) else [str(error)]
+        told += [] if "is closed" in str(error) else [str(error)]
     return told
 
 

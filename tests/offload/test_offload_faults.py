@@ -81,7 +81,7 @@ def check_refused(results: list[dict[str, Any]], *words: str) -> None:
         assert all(word in text for word in words), text
     for result in results:
         if result["told"][0] != "ConfigError":
-            assert "See its error" in result["told"][1]
+            assert "See the error of that rank" in result["told"][1]
         assert result["threads"] == []
 
 

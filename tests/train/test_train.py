@@ -273,7 +273,7 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
     for expected in (
-        "filled in: train_micro",
+        "missing keys: train_micro",
         "optimizer states  sharded",
         "step     8/8",
         "step     4/8  held-out loss",

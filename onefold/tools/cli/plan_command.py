@@ -354,9 +354,9 @@ def _show_textbook(num_parameters: float, machine: Machine) -> None:
         counted = [
             count_as_textbook(num_parameters, machine.world, stage, width) for width in (MOMENTS, MOMENTS_AND_MASTER)
         ]
-        rows.append((str(stage), *(f"{each.total / GB:.1f}" for each in counted)))
+        rows.append((f"stage {stage}", *(f"{each.total / GB:.1f}" for each in counted)))
     title = (
         f"Rule of thumb, GB per GPU on {machine.world} GPU{'s' * (machine.world > 1)}: 2 B parameters + 2 B gradients "
         "+ 8 B (moments) or 12 B (moments and masters)"
     )
-    print_table(("stage", ">8 B", ">12 B"), rows, title)
+    print_table(("setting", ">8 B", ">12 B"), rows, title)
