@@ -38,20 +38,20 @@ RULES: dict[str, AnyRule] = {
     "shampoo": ShampooRule(),
 }
 
-_ONE_NUMBER = "makes one step size of sums over all parameters"
+_ONE_NUMBER = "computes one step size from all parameters"
 _ADAPTIVE = ("prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dog")
 NOT_ELEMENTWISE = {
-    **dict.fromkeys(("lamb", "fusedlamb", "onebitlamb", "lars"), "scales each parameter by its own norm"),
+    **dict.fromkeys(("lamb", "fusedlamb", "onebitlamb", "lars"), "scales each parameter by its norm"),
     "muon": "orthogonalises whole matrices",
     "adafactor": "keeps row and column sums of whole matrices",
     **dict.fromkeys(("shampoo", "soap"), "preconditions whole matrices"),
     **dict.fromkeys(_ADAPTIVE, _ONE_NUMBER),
-    "ldog": "makes a step size of sums over each parameter",
+    "ldog": "computes a step size from each parameter",
 }
 NOWHERE = {
-    "lbfgs": "calls the loss again and again inside its step, which the engine cannot do",
+    "lbfgs": "evaluates the loss several times per step, which the engine cannot do",
     "sparseadam": "needs sparse gradients, but onefold stores gradients densely",
-    **dict.fromkeys(("onebitadam", "zerooneadam"), "compresses its own communication, which ZeRO replaces"),
+    **dict.fromkeys(("onebitadam", "zerooneadam"), "compresses communication by itself, but ZeRO replaces it"),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "needs the `mup` package; pass an instance instead"),
 }
 
@@ -153,18 +153,18 @@ def check_shardable(chosen: Chosen, *, allow_untested: bool) -> None:
     if reason is _ONE_NUMBER and all(group.get("fsdp_in_use") is True for group in chosen.groups):
         return
     if reason:
-        or_reduce = " or let it add up over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
+        or_reduce = " or let it reduce over ranks itself (fsdp_in_use=True)," if reason is _ONE_NUMBER else ""
         raise ConfigError(
-            f"optimizer {chosen.name} cannot run where optimizer states are sharded: it {reason}, and a rank holds "
-            f"only a slice. Use zero_optimization.stage 0,{or_reduce} or an elementwise optimizer such as AdamW, or "
-            "Muon or Shampoo in the config, or give its class a rule of whole matrices (onefold_rule, "
-            "docs/optimizers.md)"
+            f"optimizer {chosen.name} cannot run with sharded optimizer states: it {reason}, but a rank has only a "
+            f"slice. Use zero_optimization.stage 0,{or_reduce} or an elementwise optimizer such as AdamW, or Muon or "
+            "Shampoo in the config, or define a whole-matrix rule for its class (onefold_rule, "
+            "docs/optimizers.md)."
         )
     if not chosen.elementwise and not allow_untested:
         raise ConfigError(
-            f"optimizer {type(chosen.instance).__module__}.{chosen.name} is not one onefold knows. If it treats every "
-            'element by itself, set "zero_allow_untested_optimizer": true; it then steps flat fp32 shards. If it looks '
-            "at whole matrices, give its class a rule that says how, in ten lines (onefold_rule, docs/optimizers.md)"
+            f"optimizer {type(chosen.instance).__module__}.{chosen.name} is unknown. If it is elementwise, set "
+            '"zero_allow_untested_optimizer": true, so that it updates flat fp32 shards. If it needs whole matrices, '
+            "define a rule for its class (onefold_rule, docs/optimizers.md)."
         )
 
 
@@ -172,8 +172,8 @@ def check_delayed(chosen: Chosen) -> None:
     """Raise if the step cannot be delayed, because matrices are computed on the device between two host passes."""
     if chosen.has_matrices:
         raise ConfigError(
-            f"onefold.delayed_host_step: optimizer {chosen.name} works on whole matrices on the device between two "
-            "passes of the host, and cannot be delayed. Set it to false"
+            f"onefold.delayed_host_step: optimizer {chosen.name} updates whole matrices on the device between two "
+            "passes on the host, so its step cannot be delayed. Set the key to false."
         )
 
 
@@ -182,8 +182,8 @@ def check_formats(chosen: Chosen, formats: StateFormats) -> None:
     if chosen.is_stepped and not formats.are_plain:
         raise ConfigError(
             f"onefold.state_dtype = {formats.states}, onefold.master_dtype = {formats.masters}: optimizer "
-            f"{chosen.name} steps by its own class, which makes its states itself. Leave these keys out, or use one "
-            "that onefold steps: Adam, AdamW, SGD, Adagrad, Lion, Muon, Shampoo"
+            f"{chosen.name} creates its states itself. Leave these keys out, or use an optimizer that onefold "
+            "implements: Adam, AdamW, SGD, Adagrad, Lion, Muon, Shampoo."
         )
 
 
@@ -194,9 +194,8 @@ def for_disk(chosen: Chosen) -> Chosen:
     assert chosen.instance is not None
     if not chosen.elementwise:
         raise ConfigError(
-            f"zero_optimization.offload_optimizer.device = nvme: optimizer {chosen.name} is stepped once a step, over "
-            "all of its states at once, and they are on disk because they do not fit in memory. If it treats every "
-            "element by itself, let its class say so (elementwise = True); or offload to cpu"
+            f"zero_optimization.offload_optimizer.device = nvme: optimizer {chosen.name} needs all of its states in "
+            "memory at once. If it is elementwise, set elementwise = True in its class. Otherwise, offload to cpu."
         )
     return replace(chosen, rules=(InstanceRule(chosen.instance),) * len(chosen.groups))
 
@@ -214,8 +213,8 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
 def _of_instance(optimizer: torch.optim.Optimizer) -> Chosen:
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
-            f"optimizer {type(optimizer).__name__} has states: it has already stepped, or its constructor makes them. "
-            "Pass it to initialize before its first step, which is to make them, for the masters that are stepped"
+            f"optimizer {type(optimizer).__name__} already has states, from a step or from its constructor. Pass it to "
+            "initialize before its first step, and let that step create the states."
         )
     kind = type(optimizer)
     name = kind.__name__
@@ -274,7 +273,7 @@ def _check_read(optimizer: str, group: Mapping[str, Any], known: set[str], path:
     flags = {f"use_{name}" for name in OPTIMIZERS}
     for key in group.keys() - known - flags - {"params", "decoupled_weight_decay"}:
         if key in spellings(OPTIMIZERS[optimizer.lower()]):
-            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not read it. Leave it out of the group")
+            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not use it. Leave it out of the group.")
 
 
 def _is_adamw(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:
@@ -290,20 +289,20 @@ def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
     """Combine several optimizers of one model into one with all of their groups, each stepped by its rule."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: a list must hold torch optimizers, not {type(optimizer).__name__}")
+            raise TypeError(f"optimizer: a list must contain torch optimizers, not {type(optimizer).__name__}")
     chosen = [_of_instance(optimizer) for optimizer in optimizers]
     if any(each.low_bits is not None for each in chosen):
         raise ConfigError(
-            "optimizer: one of bitsandbytes or torchao was given in a list; give torch.optim.AdamW in its place, and "
-            "onefold.state_dtype int8 in the config"
+            "optimizer: a list cannot contain an optimizer of bitsandbytes or torchao. Pass torch.optim.AdamW, and "
+            "set onefold.state_dtype to int8."
         )
     without_rule = [each.name for each in chosen if not each.rules]
     if without_rule or not chosen:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(
-            f"optimizer: {names} were given together, and {', '.join(without_rule) or 'an empty list'} cannot be. "
-            "Only those that onefold steps by a rule can share a model: torch's Adam, AdamW, SGD, Adagrad and Muon, "
-            "and classes with an onefold_rule"
+            f"optimizer: a list ({names}) cannot contain {', '.join(without_rule) or 'no optimizer'}. "
+            "Use optimizers that onefold implements: torch's Adam, AdamW, SGD, Adagrad and Muon, "
+            "and classes with an onefold_rule."
         )
     groups = [group for each in chosen for group in each.groups]
     rules = tuple(rule for each in chosen for rule in each.rules)
@@ -318,18 +317,18 @@ def _check_user_class(optimizer: torch.optim.Optimizer, *, has_rule: bool) -> No
     name, patched = type(optimizer).__name__, vars(optimizer).get("step")
     if patched is not None and not any(hasattr(patched, mark) for mark in ("_wrapped_by_lr_sched", FORWARD_MARK)):
         raise ConfigError(
-            f"optimizer {name} was given another `step` on the instance, which would not be called: pass the optimizer "
-            "as its class makes it, or override step in a subclass"
+            f"optimizer {name} has a `step` on the instance, which is not called. Remove it, or override step in a "
+            "subclass."
         )
     if has_rule:
         return
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(f"optimizer {name} is not supported: its step needs a closure, and the engine has none")
+        raise ConfigError(f"optimizer {name} is not supported: its step needs a closure, but the engine passes none")
     if any(optimizer.state.values()):
         raise ConfigError(
-            f"optimizer {name} is not supported: its constructor makes states for whole parameters, and masters are "
-            "stepped in their place. Let its first step make them"
+            f"optimizer {name} is not supported: its constructor creates states for whole parameters, but "
+            "sharded master weights are updated. Let its first step create them."
         )
 
 
@@ -422,8 +421,8 @@ def _check_division(group: Mapping[str, Any], flag: str, path: str) -> None:
     for key in wrong:
         if group.get(key) not in (None, ()):
             raise ConfigError(
-                f"{path}.{key}: nothing reads it in a group with {flag} = {bool(group[flag])}. Leave it out, or leave "
-                f"{flag} out"
+                f"{path}.{key}: it has no effect in a group with {flag} = {bool(group[flag])}. Leave it out, or leave "
+                f"{flag} out."
             )
 
 
@@ -440,9 +439,9 @@ def _torch_class(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() not in classes:
         known = sorted({*OPTIMIZERS, *classes})
         near = meant_key(name, known)
-        hint = f"; did you mean {near}? Known are {', '.join(known)}" if near else f"; known: {', '.join(known)}"
+        hint = f". Did you mean {near}? Known are {', '.join(known)}" if near else f". Known are {', '.join(known)}"
         extra = f" ({NOT_ELEMENTWISE[name.lower()]})" if name.lower() in NOT_ELEMENTWISE else ""
-        raise ConfigError(f"optimizer.type {name!r} is not known here{extra}{hint}")
+        raise ConfigError(f"optimizer.type {name!r} is unknown{extra}{hint}")
     return classes[name.lower()]
 
 
@@ -459,5 +458,5 @@ def _only_parameters(items: Any) -> list[nn.Parameter]:
     plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in each]
     for item in plain:
         if not isinstance(item, torch.Tensor):
-            raise TypeError(f"model_parameters must hold parameters or parameter groups, not {type(item).__name__}")
+            raise TypeError(f"model_parameters must contain parameters or parameter groups, not {type(item).__name__}")
     return plain

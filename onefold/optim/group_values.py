@@ -45,9 +45,9 @@ def check_names(group: Mapping[str, Any], known: Sequence[str], path: str, optim
         if name in (*known, "params"):
             continue
         if (meant := meant_key(name, known, certain=True)) is not None:
-            raise ConfigError(f"{path}.{name}: no optimizer reads it; did you mean {path}.{meant}?")
+            raise ConfigError(f"{path}.{name}: no optimizer uses it. Did you mean {path}.{meant}?")
         if name in _hyperparameters():
-            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not read it. Leave it out of the group")
+            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not use it. Leave it out of the group.")
 
 
 @cache
@@ -115,15 +115,15 @@ class WrittenValues:
         for flag, value in self._fixed[index].items():
             if bool(group.get(flag)) != bool(value):
                 raise ConfigError(
-                    f"{path}.{flag} was {value!r} at initialize and is {group.get(flag)!r} now: shards are laid out by "
-                    "it. Give the group that value before initialize"
+                    f"{path}.{flag} was {value!r} at initialize and is {group.get(flag)!r} now, but shards depend on "
+                    "it. Set it before initialize."
                 )
         check(written, path)
         if check is check_of_rate:  # the keys that a user-defined rule reads are unknown
             return
         for key in first:
             if key not in group and key in _hyperparameters():
-                raise ConfigError(f"{path}.{key} was removed from the group, and optimizer {self._name} reads it")
+                raise ConfigError(f"{path}.{key} was removed from the group, but optimizer {self._name} needs it")
         check_names({key: None for key in written if key not in first}, list(first), path, self._name)
 
 

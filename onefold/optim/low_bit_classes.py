@@ -12,7 +12,7 @@ from onefold.config import ConfigError
 from onefold.plan.state_formats import BLOCK
 
 _MODULES = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
-_INSTEAD = "Leave the optimizer to the config (AdamW with onefold.state_dtype int8), or hand in AdamW8bit"
+_INSTEAD = "Use the optimizer of the config (AdamW with onefold.state_dtype int8), or pass AdamW8bit."
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def low_bit_class(optimizer: torch.optim.Optimizer) -> LowBitClass | None:
     if module.startswith("bitsandbytes"):
         return _of_bitsandbytes(optimizer, rule)
     if not name.endswith("8bit"):
-        raise ConfigError(f"optimizer {kind.__module__}.{kind.__name__}: states have 8 or 32 bits here. {_INSTEAD}")
+        raise ConfigError(f"optimizer {kind.__module__}.{kind.__name__}: only 8 and 32 bits are supported. {_INSTEAD}")
     if getattr(optimizer, "bf16_stochastic_round", False):
         raise ConfigError(
-            f"optimizer {kind.__name__}: bf16_stochastic_round is onefold.master_dtype bf16 here; leave it out"
+            f"optimizer {kind.__name__}: bf16_stochastic_round is not supported. Set onefold.master_dtype to bf16."
         )
     if (size := getattr(optimizer, "block_size", BLOCK)) != BLOCK:
         raise ConfigError(
-            f"optimizer {kind.__name__}: block_size = {size}; blocks have {BLOCK} values here, leave it out"
+            f"optimizer {kind.__name__}: block_size = {size} is not supported, only {BLOCK}. Leave it out."
         )
     return LowBitClass(rule, True, 4096)
 
@@ -60,7 +60,7 @@ def _of_bitsandbytes(optimizer: Any, rule: str) -> LowBitClass:
     arguments, manager = optimizer.args, optimizer.mng
     for name, default in (("max_unorm", 0), ("skip_zeros", False), ("percentile_clipping", 100), ("block_wise", True)):
         if getattr(arguments, name, default) != default:
-            raise ConfigError(f"optimizer {type(optimizer).__name__}: {name} is not offered; leave it out")
+            raise ConfigError(f"optimizer {type(optimizer).__name__}: {name} is not supported. Leave it out.")
     parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     overrides = {id(getattr(module, name)): values for module, name, values in manager.module_weight_config_triple}
     overrides |= manager.pid2config
@@ -69,7 +69,7 @@ def _of_bitsandbytes(optimizer: Any, rule: str) -> LowBitClass:
         if overrides[key] != {"optim_bits": 32}:
             raise ConfigError(
                 f"optimizer {type(optimizer).__name__}: bitsandbytes' manager overrides {overrides[key]} for a "
-                "parameter, but only optim_bits = 32 is supported. Use parameter groups for other rates"
+                "parameter, but only optim_bits = 32 is supported. Use parameter groups for other rates."
             )
         in_fp32.append(parameters[key])
     is_8bit = arguments.optim_bits == 8

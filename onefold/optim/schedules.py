@@ -133,7 +133,7 @@ class OneCycle(LRSchedule):
         self.cycle_momentum: bool = _read("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
-            logger.warning("OneCycle: cycle_momentum has nothing to do, since %s has no betas", kind)
+            logger.warning("OneCycle: cycle_momentum has no effect, because %s has no betas", kind)
             self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
@@ -330,7 +330,7 @@ def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[
         return [read] * num_groups
     if len(read) != num_groups:
         raise ConfigError(
-            f"{_PATH}.{name} has {len(read)} values for {num_groups} parameter groups; give one number, or one a group"
+            f"{_PATH}.{name} has {len(read)} values for {num_groups} parameter groups. Give one, or one per group."
         )
     return list(read)
 
@@ -354,8 +354,8 @@ _SCHEDULES: dict[str, type[LRSchedule]] = {
 }
 VALID_LR_SCHEDULES: list[str] = list(_SCHEDULES)
 
-_CALLABLE = "it needs a Python function, which JSON cannot hold: pass a scheduler or a callable as `lr_scheduler`"
-_NESTED = "it is made of other schedulers, which JSON cannot hold: pass it as `lr_scheduler`"
+_CALLABLE = "it needs a Python function. Pass a scheduler or a callable as `lr_scheduler`"
+_NESTED = "it consists of other schedulers. Pass it as `lr_scheduler`"
 _REFUSED = {
     **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), _CALLABLE),
     **dict.fromkeys(("SequentialLR", "ChainedScheduler"), _NESTED),
@@ -365,7 +365,7 @@ _REFUSED = {
 def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the scheduler class of a config's `scheduler` section, DeepSpeed's or torch's, and its parameters."""
     if type in _REFUSED:
-        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]} instead")
+        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, because {_REFUSED[type]} instead")
     base = torch.optim.lr_scheduler.LRScheduler
     known: dict[str, Any] = {
         name: kind
@@ -375,8 +375,8 @@ def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., A
     if type not in known:
         near = meant_key(type, known)
         raise ConfigError(
-            f"scheduler.type: {type!r} is not known{f', did you mean {near!r}?' if near else ''}; "
-            f"known: {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
+            f"scheduler.type: {type!r} is unknown{f', did you mean {near!r}?' if near else '.'} "
+            f"Known are {', '.join(VALID_LR_SCHEDULES)}, and the classes of torch.optim.lr_scheduler."
         )
     given = free_object(params)  # "auto" and null mean absent, as everywhere in a config
     if type not in SCHEDULES:
@@ -385,7 +385,7 @@ def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., A
     for name, argument in inspect.signature(known[type]).parameters.items():
         if argument.default is inspect.Parameter.empty and name not in ("optimizer", *given):
             names = ", ".join(entries(SCHEDULES[type]))
-            raise ConfigError(f"{_PATH}.{name} is missing: {type} needs it; known: {names}")
+            raise ConfigError(f"{_PATH}.{name} is missing, but {type} needs it. Known are {names}.")
     return known[type], given
 
 
@@ -398,8 +398,8 @@ def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
     except TypeError as error:
         raise ValueError(
             f"engine.step(lr_kwargs={dict(lr_kwargs)}): {type(scheduler).__name__}.step() takes other arguments "
-            f'({error}). Hand over what it needs, as engine.step(lr_kwargs={{"metrics": loss}}) does for '
-            "ReduceLROnPlateau, or leave it out of initialize and step it yourself"
+            f'({error}). Pass the arguments that it needs, as engine.step(lr_kwargs={{"metrics": loss}}) does for '
+            "ReduceLROnPlateau, or leave it out of initialize and step it yourself."
         ) from error
 
 

@@ -34,13 +34,13 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
             raise unknown_param(path, name, kind.__name__, known)
         value = fill_absent(f"{path}.{name}", value, known[name].default)
         if name in hints and not is_readable(hints[name]):
-            raise ConfigError(f"{path}.{name} = {shown(value)}: {kind.__name__} wants what a config cannot hold there")
+            raise ConfigError(f"{path}.{name} = {shown(value)}: {kind.__name__} needs a value that is not JSON")
         read[name] = (
             read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, Key(""))) if name in hints else value
         )
     missing = [n for n, argument in known.items() if argument.default is inspect.Parameter.empty and n not in read]
     if missing:
-        raise ConfigError(f"{path}.{missing[0]} is missing: {kind.__name__} needs it; known: {', '.join(known)}")
+        raise ConfigError(f"{path}.{missing[0]} is missing: {kind.__name__} needs it. Known are {', '.join(known)}.")
     return read
 
 

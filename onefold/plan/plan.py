@@ -254,7 +254,7 @@ class Plan:
         `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
         """
         if self.num_shards == 1 and self.num_replicas == 1:
-            parameters = gradients = states = "not sharded: there is 1 rank"
+            parameters = gradients = states = "not sharded (1 rank)"
         else:
             parameters, gradients, states = self._placements(persistent, num_parameters)
         if not self.formats.are_plain:
@@ -488,8 +488,8 @@ def _nonfinite(config: Config, *, scales_loss: bool) -> Literal["raise", "skip",
     if scales_loss:
         if asked not in ("auto", "skip"):
             raise ConfigError(
-                f"onefold.nonfinite_gradients is {asked!r} with fp16: the loss scale is found by gradients that "
-                'overflow, and such steps are always skipped. Leave it out or write "skip"'
+                f"onefold.nonfinite_gradients is {asked!r} with fp16, but fp16 always skips steps that "
+                'overflow, to find the loss scale. Leave the key out, or write "skip".'
             )
         return "skip"
     if asked != "auto":

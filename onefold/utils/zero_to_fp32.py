@@ -93,8 +93,8 @@ def load_state_dict_from_zero_checkpoint(
         handle = handles[name]
         if handle is not None and not handle.num_acquired and not handle.place_of(parameter)[0].stays_unsharded:
             raise ExportError(
-                f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
-                "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"
+                f"{name} is sharded. Pass a model that was built without zero.Init and has no stage 3 "
+                "engine, or load into the engine with engine.load_checkpoint(..., load_module_only=True)."
             )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if not any(handle is not None and handle.num_acquired for handle in handles.values()):
@@ -110,18 +110,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line of zero_to_fp32.py."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py",
-        description="Write the weights of a checkpoint, whole and in fp32. No GPU is needed, and little memory.",
+        description="Write the unsharded weights of a checkpoint in fp32. No GPU and little memory are needed.",
         epilog="example: python zero_to_fp32.py . fp32_weights --tag global_step100. `onefold export` also writes bf16 "
         "and fp16.",
     )
     add = parser.add_argument
-    add("checkpoint_dir", help="the folder with `latest` and the tags' folders, or a tag's folder")
-    add("output_dir", help="the folder to write to")
-    add("--max_shard_size", default="5GB", help="where to cut into several files: 500MB, 5GB (default), 2GiB")
+    add("checkpoint_dir", help="folder with the file `latest` and the checkpoints, or the folder of one checkpoint")
+    add("output_dir", help="folder to write to")
+    add("--max_shard_size", default="5GB", help="maximum size of a file, e.g. 500MB or 2GiB (default: 5GB)")
     add("--safe_serialization", action="store_true", help="safetensors (streamed) instead of pytorch_model.bin")
-    add("-t", "--tag", help="which checkpoint (default: what `latest` names)")
-    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
-    add("-d", "--debug", action="store_true", help="name each tensor, and show where an error came from")
+    add("-t", "--tag", help="tag of the checkpoint (default: the tag in the file `latest`)")
+    add("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
+    add("-d", "--debug", action="store_true", help="list each tensor, and show tracebacks")
     options = parser.parse_args(argv)
 
     def tell(name: str, done: int, total: int) -> None:

@@ -263,7 +263,7 @@ def test_one_cycle_says_when_there_is_no_momentum_to_cycle(caplog: pytest.LogCap
     optimizer = make_optimizer(0.1, kind=torch.optim.SGD, momentum=0.5)
     schedule = OneCycle(optimizer, 0.01, 0.1)
     schedule.step()
-    assert "cycle_momentum has nothing to do" in caplog.text
+    assert "cycle_momentum has no effect" in caplog.text
     assert schedule.get_mom() is None
     assert optimizer.param_groups[0]["momentum"] == 0.5
 
@@ -352,7 +352,7 @@ def test_a_name_that_is_no_schedule_is_refused(name: str):
             r"anneal_strategy = 'no': expected one",
         ),
         ("CyclicLR", {"base_lr": 0, "max_lr": 1, "cycle_momentum": "no"}, r"cycle_momentum = 'no': expected true or"),
-        ("CyclicLR", {"base_lr": 0, "max_lr": 1, "scale_fn": "x"}, r"scale_fn = 'x': .*a config cannot hold"),
+        ("CyclicLR", {"base_lr": 0, "max_lr": 1, "scale_fn": "x"}, r"scale_fn = 'x': .*not JSON"),
         ("ReduceLROnPlateau", {"mode": "best"}, r"scheduler\.params\.mode = 'best': expected one of min, max"),
         ("ReduceLROnPlateau", {"factor": 2}, r"scheduler\.params\.factor = 2\.0: "),
         ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps is missing"),

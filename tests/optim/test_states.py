@@ -785,7 +785,7 @@ def refusal(given: dict[str, Any], own: str = "") -> str:
 def test_refusals_name_key_and_way_out(on_ranks):
     told = on_ranks(1, refusal, {"onefold": INT8, "optimizer": None}, "NAdam")[0]
     assert "onefold.state_dtype = int8" in told
-    assert "optimizer NAdam steps by its own class" in told
+    assert "optimizer NAdam creates its states itself" in told
     told = on_ranks(1, refusal, {"onefold": {**INT8, "fp32_state_names": ["*nothing*"]}})[0]
     assert "onefold.fp32_state_names: '*nothing*' matches no parameter" in told
 
