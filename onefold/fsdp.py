@@ -84,7 +84,7 @@ class QuantizedReduceScatter(_Quantized, ReduceScatter):
     ) -> dist.Work | None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
-                f"QuantizedReduceScatter adds or averages; {op} is neither. See set_gradient_divide_factor"
+                f"QuantizedReduceScatter does not support {op}. Use SUM or AVG (see set_gradient_divide_factor)."
             )
         collective = self._collective(group, output_tensor.device)
         size, numel = collective.group.size, output_tensor.numel()

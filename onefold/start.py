@@ -61,10 +61,10 @@ def initialize(
     callable that takes the optimizer.
     """
     if model is None:
-        raise ConfigError("initialize needs a model. Pass model=")
+        raise ConfigError("initialize needs a model. Pass model=.")
     if mpu is not None or mesh_param is not None:
         raise ValueError(
-            "mpu and mesh_param ask for tensor or sequence parallelism, which onefold lacks. Leave them out"
+            "mpu and mesh_param request tensor or sequence parallelism, which is not supported. Leave them out."
         )
     if dist.is_initialized():
         world_detector()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
@@ -132,11 +132,11 @@ def initialize(
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments that DeepSpeed scripts declare: --deepspeed, --deepspeed_config, --local_rank."""
-    group = parser.add_argument_group("onefold", "the same switches as DeepSpeed's")
-    group.add_argument("--deepspeed", action="store_true", help="train through initialize (a flag for the script)")
-    group.add_argument("--deepspeed_config", metavar="FILE", help="the JSON config that initialize reads")
+    group = parser.add_argument_group("onefold", "arguments of DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="use onefold.initialize (flag for the script)")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="JSON config for onefold.initialize")
     if not any("--local_rank" in action.option_strings for action in parser._actions):
-        group.add_argument("--local_rank", type=int, default=-1, help="accepted; ranks come from the environment")
+        group.add_argument("--local_rank", type=int, default=-1, help="ignored; ranks are read from the environment")
     return parser
 
 
@@ -146,10 +146,10 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     given = [source for source in (config, config_params, from_args) if source is not None]
     if not given:
         raise ConfigError(
-            "there is no config. Pass config= (a dict or a path), or --deepspeed_config on the command line"
+            "no config is given. Pass config= (a dict or a path), or --deepspeed_config on the command line."
         )
     if config is not None and from_args is not None and config != from_args:
-        raise ConfigError(f"there are two configs: config= and --deepspeed_config {from_args}. Pass one of them")
+        raise ConfigError(f"two configs are given: config= and --deepspeed_config {from_args}. Pass one of them.")
     return given[0]
 
 
@@ -172,7 +172,7 @@ def _with_low_bits(settings: Config, chosen: ChosenOptimizer, model: nn.Module) 
         raise ConfigError(
             f"optimizer {chosen.name} keeps 8-bit states for parameters of {found.min_numel} elements or more, but the "
             f"config has {settings.state_dtype} states (onefold.state_dtype, bf16.bf16_optimizer_states) and "
-            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}. Leave these keys out, or change the optimizer"
+            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}. Leave them out, or change the optimizer."
         )
     wanted = {id(parameter) for parameter in found.fp32_parameters}
     names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
@@ -189,14 +189,14 @@ def _with_low_bits(settings: Config, chosen: ChosenOptimizer, model: nn.Module) 
 def _ignored_sections(settings: Config, lr_scheduler: Any, chosen: ChosenOptimizer | None) -> Iterator[str]:
     """Yield a notice for each section of the config that the arguments of `initialize` make ineffective."""
     if settings.scheduler is not None and lr_scheduler is not None:
-        yield "scheduler: initialize was given an lr_scheduler, so the section is not read"
+        yield "scheduler: the section is ignored, because an lr_scheduler was passed to initialize"
     own_class = chosen is not None and (not chosen.rules or chosen.has_matrices)
     if own_class and settings.onefold.offloaded_step in ("device", "both"):
-        yield "onefold.offloaded_step: the GPU updates with elementwise rules of onefold only; the host does the rest"
+        yield "onefold.offloaded_step: the GPU runs only onefold's elementwise optimizers; the host updates the rest"
     if chosen is not None and chosen.is_paged:
-        yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer stores them on the host"
+        yield "optimizer: paged states are stored on the device; set zero_optimization.offload_optimizer to offload"
     if chosen is None and (settings.scheduler is not None or lr_scheduler is not None):
-        yield "scheduler: there is no optimizer, so the section is not read"
+        yield "scheduler: the section is ignored, because there is no optimizer"
 
 
 def _scheduler(given: Any, build_scheduler: Callable[[Any], Any] | None, optimizer: ShardedOptimizer | None) -> Any:

@@ -893,7 +893,7 @@ MUTATIONS = [
     Mutation(
         "below-interrupts-kept",
         "onefold/optim/offloaded_step.py",
-        """            self._failed = RuntimeError("the step was interrupted before all of it was started")
+        """            self._failed = RuntimeError("the step was interrupted while it was launched")
             self._failed.__cause__ = error
 """,
         """            self._failed = error

@@ -176,7 +176,7 @@ def _nodes(options: argparse.Namespace) -> Mapping[str, tuple[int, ...]]:
     """Return the nodes and slots of the hostfile that take part; none if there is no hostfile."""
     if not Path(options.hostfile).is_file():
         if options.hostfile != DLTS_HOSTFILE:
-            raise UsageError(f"hostfile {options.hostfile}: there is no such file")
+            raise UsageError(f"hostfile {options.hostfile}: no such file")
         return {}
     chosen = choose(read_hostfile(options.hostfile), options.include, options.exclude)
     return limit(chosen, _or_none(options.num_nodes), _or_none(options.num_gpus))

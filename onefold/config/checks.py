@@ -105,10 +105,10 @@ def _has_content(section: OptimizerSection | SchedulerSection | None) -> bool:
 def _move_offload(given: GivenKeys, old: str, new: str) -> None:
     path = f"zero_optimization.{new}"
     if f"{path}.device" in given.values:
-        raise ConfigError(f"zero_optimization.{old} and {path}.device are two spellings of one key; keep {path}")
+        raise ConfigError(f"zero_optimization.{old} and {path}.device are two spellings of one key. Keep {path}.")
     given.values[f"{path}.device"] = "cpu"
     given.mentioned.add(f"{path}.device")
-    given.old_spellings.append(f"zero_optimization.{old}: the old spelling of {path}.device = cpu")
+    given.old_spellings.append(f"zero_optimization.{old}: an old spelling of {path}.device = cpu")
 
 
 # -- contradictions --------------------------------------------------------------------------------------------------
@@ -124,50 +124,50 @@ def check(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[str]:
     zero, fp16, bf16, autocast = config.zero_optimization, config.fp16, config.bf16, config.torch_autocast
     if fp16.enabled and bf16.enabled:
-        yield "fp16.enabled and bf16.enabled exclude each other; set one of them to false"
+        yield "fp16.enabled and bf16.enabled are both true. Set one of them to false."
     if autocast.enabled and config.compute_dtype not in ("fp32", config.autocast_dtype):
         yield (
-            f"torch_autocast.dtype = {config.autocast_dtype}, but the parameters are {config.compute_dtype}; write "
-            f"{config.compute_dtype}, or set {config.compute_dtype}.enabled to false"
+            f"torch_autocast.dtype = {config.autocast_dtype}, but the parameters are {config.compute_dtype}. Write "
+            f"{config.compute_dtype}, or set {config.compute_dtype}.enabled to false."
         )
     if autocast.enabled and autocast.dtype == "fp32":
-        yield "torch_autocast.dtype = fp32: autocast needs a lower precision; write bf16 or fp16"
+        yield "torch_autocast.dtype = fp32, but autocast needs a lower precision. Write bf16 or fp16."
     wanted, has = config.data_types.param_dtype, config.compute_dtype
     if wanted is not None and wanted != has:
-        fix = "leave out data_types.param_dtype" if wanted == "fp32" else f"set {wanted}.enabled to true"
-        yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled make it {has}; {fix}"
+        fix = "Leave out data_types.param_dtype" if wanted == "fp32" else f"Set {wanted}.enabled to true"
+        yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled select {has}. {fix}."
     if bf16.enabled and bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads; set both, or onefold.state_dtype"
+        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Set both, or onefold.state_dtype."
     yield from _state_contradictions(config)
     masters = {"fp16": fp16.fp16_master_weights_and_grads, "bf16": bf16.bf16_master_weights_and_grads}
     for name, on in masters.items():
         if on and zero.stage == 0:
-            yield f"{name}.{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3; leave it out"
+            yield f"{name}.{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3. Leave it out."
     others = {"zero_optimization.zenflow": zero.zenflow, "compile.deepcompile": config.compile.deepcompile}
     for name, asked in others.items():
         if asked and config.gradient_allreduce_op == "sum":
             yield f"gradient_allreduce_op = sum cannot be combined with {name}; write mean, and scale the loss"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         yield (
-            "zero_optimization.offload_optimizer needs stage 1, 2 or 3 (stage is 0); "
-            "set zero_optimization.stage, or leave offload_optimizer out"
+            "zero_optimization.offload_optimizer needs stage 1, 2 or 3 (stage is 0). "
+            "Set zero_optimization.stage, or leave offload_optimizer out."
         )
     for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if offload.device == "nvme" and not offload.nvme_path:
             path = f"zero_optimization.{name}"
-            yield f"{path}.device = nvme needs a folder on the drive; add {path}.nvme_path"
+            yield f"{path}.device = nvme needs a folder on the NVMe drive. Set {path}.nvme_path."
     examples = ("optimizer", config.optimizer, "AdamW"), ("scheduler", config.scheduler, "WarmupLR")
     for name, section, example in examples:
         if section is not None and not section.type:
-            yield f'{name}.type is missing; name the class, for example "{example}"'
+            yield f'{name}.type is missing. Name the class, for example "{example}".'
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
         yield (
-            f"optimizer.params.max_grad_norm = {config.optimizer.params['max_grad_norm']!r}: optimizers do not clip; "
-            f"write it as the top-level key gradient_clipping"
+            f"optimizer.params.max_grad_norm = {config.optimizer.params['max_grad_norm']!r}: optimizers do not clip. "
+            f"Set the top-level key gradient_clipping instead."
         )
     steps = config.onefold.trace.steps
     if steps is not None and steps[0] > steps[1]:
-        yield f"onefold.trace.steps = {list(steps)}: the first step comes after the last; write {[*reversed(steps)]}"
+        yield f"onefold.trace.steps = {list(steps)}: the first step is after the last. Write {[*reversed(steps)]}."
     # The batch keys must allow some whole number of ranks. `solve_batch` checks the actual number.
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -175,8 +175,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     if train is not None and train % product:
         yield (
             f"train_batch_size {train} is not a multiple of train_micro_batch_size_per_gpu {micro or 'any'} x "
-            f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits; "
-            f"for example train_batch_size {max(1, round(train / product)) * product}"
+            f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits. "
+            f"Write for example train_batch_size {max(1, round(train / product)) * product}."
         )
 
 
@@ -188,9 +188,9 @@ def _state_contradictions(config: Config) -> Iterator[str]:
             "master_dtype out"
         )
     if bf16.enabled and bf16.bf16_master_weights_and_grads and own.master_dtype not in ("fp32", "bf16"):
-        yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ; keep one"
+        yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ. Keep one."
     if bf16.enabled and bf16.bf16_optimizer_states and own.state_dtype not in ("fp32", "bf16"):
-        yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ; keep one of them"
+        yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ. Keep one of them."
     name = config.optimizer.type if config.optimizer is not None else ""
     if is_8bit(name) and bf16.enabled and bf16.bf16_optimizer_states:
         yield f"optimizer.type = {name} selects 8-bit states, but bf16.bf16_optimizer_states is set; keep one of them"
@@ -367,7 +367,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     accumulation = config.gradient_accumulation_steps
     if train is None and micro is None:
         has = "" if accumulation is None else f" in addition to gradient_accumulation_steps {accumulation}"
-        raise ConfigError(f"batch size not set: add train_micro_batch_size_per_gpu or train_batch_size{has}")
+        raise ConfigError(f"the batch size is not set. Add train_micro_batch_size_per_gpu or train_batch_size{has}.")
     if train is not None and micro is not None and accumulation is None:
         accumulation = _divide(train, micro, world_size, "gradient_accumulation_steps", "micro")
     accumulation = accumulation or 1
@@ -378,7 +378,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     if train is not None and product != train:
         raise ConfigError(
             f"train_batch_size {train} is not micro {micro} x accumulation {accumulation} x world {world_size} = "
-            f"{product}; write train_batch_size {product}, or leave one of the three keys out"
+            f"{product}. Write train_batch_size {product}, or leave one of the three keys out"
             f"{_rank_hint(train, micro * accumulation, world_size)}"
         )
     return Batch(product, micro, accumulation, world_size)
@@ -390,7 +390,7 @@ def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> in
         nearest = max(1, round(train / product)) * product
         raise ConfigError(
             f"{missing} = train_batch_size {train} / ({name} {by} x world {world_size} = {product}) is "
-            f"{train / product:.4g}, not a whole number; write train_batch_size {nearest}"
+            f"{train / product:.4g}, not a whole number. Write train_batch_size {nearest}"
             f"{_rank_hint(train, by, world_size)}"
         )
     return train // product
@@ -404,11 +404,11 @@ def _rank_hint(train: int, by: int, world_size: int) -> str:
     """
     if train == by:
         return (
-            f" (it fits 1 rank, and there are {world_size}. Without a GPU accelerate sees one process: pass "
+            f" (it fits 1 rank, but there are {world_size}. Without a GPU, accelerate detects one process: pass "
             "use_cpu=True to TrainingArguments, or to Accelerator "
             "kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
         )
-    return f" (it fits {train // by} ranks: were they all started?)" if train % by == 0 else ""
+    return f" (it fits {train // by} ranks: check that all of them are started)" if train % by == 0 else ""
 
 
 def check_topology(config: Config, world_size: int) -> None:
@@ -416,8 +416,8 @@ def check_topology(config: Config, world_size: int) -> None:
     zero = config.zero_optimization
     if config.onefold.node_sums_dtype == "fp16" and not config.fp16.enabled:
         raise ConfigError(
-            'onefold.node_sums_dtype = "fp16" needs fp16.enabled: without a loss scale sums overflow. Use "bf16" or '
-            '"fp32"'
+            'onefold.node_sums_dtype = "fp16" needs fp16.enabled, because sums overflow without a loss scale. Use '
+            '"bf16" or "fp32".'
         )
     sizes = {"onefold.node_size": config.onefold.node_size}
     if zero.stage == 3:
@@ -426,7 +426,7 @@ def check_topology(config: Config, world_size: int) -> None:
     for path, size in sizes.items():
         if size and world_size % size:
             fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job; these do: {fit}")
+            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job. Use one of {fit}.")
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:

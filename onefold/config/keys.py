@@ -257,8 +257,8 @@ def fill_absent(path: str, value: Any, default: Any) -> Any:
             own = default[place]
         if inner is None and own is None:
             raise ConfigError(
-                f'{where} is "auto" or null, and the default of {path} has no such element. Write a value there, or '
-                "leave the whole key out"
+                f'{where} is "auto" or null, but the default of {path} has no such element. Write a value, or '
+                "leave the whole key out."
             )
         filled.append(own if inner is None else fill_absent(where, inner, own))
     return filled

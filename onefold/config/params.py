@@ -193,7 +193,7 @@ def check_together(values: Mapping[str, Any], path: str) -> None:
     ):
         raise ConfigError(
             f"{path}.nesterov = true needs {path}.momentum above 0 and {path}.dampening 0 (they are "
-            f"{values['momentum']} and {values['dampening']}): there is no velocity to look along otherwise"
+            f"{values['momentum']} and {values['dampening']}). Set both, or nesterov to false."
         )
 
 

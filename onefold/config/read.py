@@ -59,7 +59,7 @@ def load_config(source: ConfigSource, *, lists_unknown: bool = False) -> Config:
         document = read_source(source)
         folder = os.path.dirname(os.path.expanduser(os.fspath(source)))
     else:
-        raise ConfigError(f"a config is a dict or the path of a file, not {type(source).__name__}")
+        raise ConfigError(f"a config must be a dict or the path of a file, not {type(source).__name__}")
     translated = translate_accelerate(document, folder) if is_accelerate(document) else Translation(document)
     given = GivenKeys()
     given_keys = translated.document.items() if lists_unknown else ()
@@ -135,10 +135,10 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
             if read_value(item.path, item.value, entry) != value:  # TRL adds such keys; DeepSpeed never reads them
                 given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section has {value!r}, which is used')
         if entry.key.fraction and as_number(present[0].value) != value:
-            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
+            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value} elements")
         given.names_in_file[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
-            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
+            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: an old spelling of {value}")
     given.values[path] = value
     return value
 

@@ -38,7 +38,7 @@ class MemoryErrors:
             text = explain(where, str(self._state.device), account, advise(account, self._facts(asked)), asked)
             snapshot = self._trace.out_of_memory() if self._trace is not None else None
             if snapshot is not None:
-                text += f"\nA snapshot of the memory is in {snapshot}. Open it at pytorch.org/memory_viz"
+                text += f"\nA memory snapshot is in {snapshot}. Open it at pytorch.org/memory_viz."
         else:
             held = held_bytes(self._state.schedule, self._state.step, Tier.HOST)
             text = explain_host(where, available_bytes(), resident_bytes(), held)
@@ -77,7 +77,7 @@ class _Explained:
         try:
             self._errors.explain(error, self._phase)
         except Exception as other:  # the out-of-memory error must be raised in any case
-            error.add_note(f"onefold could not account for the memory: {type(other).__name__}: {other}")
+            error.add_note(f"The memory report of onefold failed: {type(other).__name__}: {other}")
 
 
 def unit_in_use(error: BaseException, state: TrainState) -> str | None:

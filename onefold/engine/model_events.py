@@ -54,8 +54,8 @@ class ModelEvents:
         in_scaled_backward = self._scaled_backward is not None and self._scaled_backward() is not None
         if self.state.decision.scales_loss and not in_scaled_backward:
             raise RuntimeError(
-                "Loss scaling is required: fp16 gradients underflow without a loss scale. Write engine.backward(loss), "
-                "or engine.scale(loss).backward()"
+                "Loss scaling is required: fp16 gradients underflow without a loss scale. Call engine.backward(loss) "
+                "or engine.scale(loss).backward()."
             )
         self.state.begin_backward(divisor=self.state.window.batch.accumulation)
 

@@ -73,10 +73,10 @@ class OffloadedStates:
         """Move the kinds of state in `include`, or all, to host memory. Return the bytes freed, by kind."""
         target = str(getattr(device, "value", device))
         if target == "none":
-            logger.warning("offload_states: device 'none' moves nothing; pass device='cpu'")
+            logger.warning("offload_states: device 'none' has no effect. Pass device='cpu'")
             return {}
         if target != "cpu":
-            raise ValueError(f"offload_states: device {target!r} is not supported. States go to the host: device='cpu'")
+            raise ValueError(f"offload_states: device {target!r} is not supported. Pass device='cpu'.")
         kinds = [kind for kind in _kinds(include) if kind not in self._kinds]
         schedule = self._state.schedule
         schedule.wait_for_step()
@@ -186,8 +186,8 @@ class OffloadedStates:
             self.offload(kinds, "cpu", pin_memory=True, non_blocking=False)
         else:
             raise RuntimeError(
-                f"{what} was moved to {device.type!r} by hand: the engine's states are on {self.device.type!r} or on "
-                "the host. Free the device's memory with engine.offload_states(include=[...])"
+                f"{what} was moved to {device.type!r}, but the engine keeps its states on {self.device.type!r} or on "
+                "the host. Call engine.offload_states(include=[...]) to free device memory."
             )
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -269,5 +269,5 @@ def _kinds(include: Iterable[Any] | None) -> list[OffloadStateTypeEnum]:
     known = {kind.value for kind in OffloadStateTypeEnum}
     for name in names:
         if name not in known:
-            raise ValueError(f"offload_states: include {name!r} is not known; known: {', '.join(sorted(known))}")
+            raise ValueError(f"offload_states: include has an unknown state {name!r}. Use {', '.join(sorted(known))}.")
     return [kind for kind in OffloadStateTypeEnum if kind.value in names]

@@ -147,7 +147,7 @@ class StepReports:
                 self._monitor.write_events(_events(pending, row, timed=self._state.plan.loop.times_phases))
             except Exception as error:  # of a disk or a service on one rank: training continues on all
                 kind = type(error).__name__
-                logger.warning("monitors: %s: %s. No more events are written; training continues", kind, error)
+                logger.warning("monitors: %s: %s. The monitor is disabled and training continues", kind, error)
                 self._monitor = None
 
     # -- plan against measurement, and the end --------------------------------------------------------------------
@@ -175,9 +175,9 @@ class StepReports:
             self._last_report = report = self.plan_report()
             if record is not None:
                 self._write("end", time=time.time(), **_reason(at_exit=at_exit), report=asdict(report))
-                logger.info("plan against measurement\n%s", report.text())
+                logger.info("planned and measured bytes\n%s", report.text())
         except Exception as error:
-            logger.warning("the end of the run record could not be written: %s: %s", type(error).__name__, error)
+            logger.warning("the last line of the run record cannot be written: %s: %s", type(error).__name__, error)
         finally:
             if record is not None:
                 record.close()

@@ -70,7 +70,7 @@ def make_memory(
     failed = [rank for rank, row in enumerate(agreement.synchronize("the memory for offloading", [0])) if row[0]]
     if failed:
         memory.close()
-        raise RuntimeError(f"rank {failed[0]} could not allocate memory for offloading. See its error")
+        raise RuntimeError(f"rank {failed[0]} cannot allocate memory for offloading. See the error of that rank.")
     return memory
 
 
@@ -194,7 +194,7 @@ class OffloadMemory:
         try:
             self.bus.drain()
         except RuntimeError as error:  # a device that has failed
-            logger.warning("the copies from the device to the host did not finish: %s", error)
+            logger.warning("the device-to-host copies did not finish: %s", error)
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()

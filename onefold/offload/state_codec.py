@@ -37,7 +37,7 @@ from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARE
 # Blocks whose largest magnitude is below this become zero, because their smallest values would be subnormal.
 TINY = 2.0**-90
 
-_kernels = kernels_of("onefold.offload.state_kernels", "states in fewer bytes")
+_kernels = kernels_of("onefold.offload.state_kernels", "quantized states")
 
 
 def host_tile() -> int:

@@ -162,4 +162,4 @@ def try_out() -> None:
         decode(format, found, back := torch.empty_like(values))
         state_codec.decode_in_torch(format, wanted, plain := torch.empty_like(values))
         if not (all(map(torch.equal, found, wanted)) and torch.equal(back, plain)):
-            raise RuntimeError(f"the kernels for {format.name} gave other values than torch")
+            raise RuntimeError(f"the kernels for {format.name} return other values than torch")

@@ -140,4 +140,4 @@ def try_out() -> None:
         step_in_torch(tiles[1], numbers)
         for one, other in zip(_in_order(tiles[0]), _in_order(tiles[1]), strict=True):
             if not all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True)):
-                raise RuntimeError("the kernel of Adam gave other values than torch")
+                raise RuntimeError("the Adam kernel returns other values than torch")

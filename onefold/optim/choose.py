@@ -104,7 +104,7 @@ def _only_parameters(items: Any) -> list[nn.Parameter]:
     plain = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in each]
     for item in plain:
         if not isinstance(item, torch.Tensor):
-            raise TypeError(f"model_parameters must hold parameters or parameter groups, not {type(item).__name__}")
+            raise TypeError(f"model_parameters must contain parameters or parameter groups, not {type(item).__name__}")
     return plain
 
 

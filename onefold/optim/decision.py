@@ -86,8 +86,8 @@ class StepDecision:
             self.problem = _describe_nonfinite(self._schedule, self.losses)
             if self._scaling.nonfinite == "raise":
                 raise NonFiniteError(
-                    f"{self.problem}. No weight was changed, and the gradients are dropped: training may go on with "
-                    'another batch. onefold.nonfinite_gradients: "skip" leaves such steps out, "ignore" takes them'
+                    f"{self.problem}. No weight was changed, and the gradients are dropped, so another batch may "
+                    'follow. Set onefold.nonfinite_gradients to "skip" to skip such steps, or "ignore" to run them.'
                 )
         return True
 
@@ -116,7 +116,7 @@ class StepDecision:
         params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
         late = bool(self._schedule.late_units())
         if not params and not late and self._schedule.trained_units:
-            raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
+            raise RuntimeError("engine.step() without a backward since the last one. Call engine.backward first.")
         return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits)
 
     def _clip_coefficient(self) -> float:
@@ -157,12 +157,12 @@ def _describe_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> s
     if bad_losses:
         cause = "the loss was " + ", ".join(f"{value} on rank {rank}" for rank, value in bad_losses.items())
     elif all(row[-2] for row in rows):
-        cause = "the loss was finite on every rank, so it happened in backward"
+        cause = "the loss was finite on every rank, so backward caused it"
     else:
-        cause = "no loss is known that was not finite, as backward was called on a loss directly"
+        cause = "the loss is unknown, because backward was called on the loss directly"
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     which = (
-        f"every unit, {names[0]} first,"
+        f"every unit (the first is {names[0]})"
         if len(names) == len(units) > 1
         else f"unit {', '.join(names[:_MAX_NAMES])}{more}"
     )

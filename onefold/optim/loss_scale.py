@@ -71,9 +71,9 @@ class DynamicLossScale:
         if self.value <= self.min_scale:
             raise LossScaleError(
                 f"gradients overflowed at step {self.iteration} with the loss scale at its minimum, {self.value:g} "
-                "(fp16.min_loss_scale). Training has most likely diverged: lower the learning rate, clip gradients, "
-                "look for a loss that is not finite, or train in bf16; a smaller fp16.min_loss_scale only helps "
-                "where the loss itself is large."
+                "(fp16.min_loss_scale). Training has most likely diverged. Lower the learning rate, clip gradients, "
+                "check that the loss is finite, or train in bf16. A smaller fp16.min_loss_scale helps only if the "
+                "loss itself is large."
             )
         self.value = max(self.value / 2, self.min_scale)
 

@@ -330,8 +330,8 @@ class MatrixSteps:
                 if saved is not None and saved != here:
                     names = ", ".join(sorted({key.partition("/")[2] for key in values if "/" in key}))
                     found[member.name] = (
-                        f"{names} of {member.name}: saved for matrices of {shown(saved)} rows, and it is divided into "
-                        f"matrices of {shown(here)} rows here"
+                        f"{names} of {member.name}: saved for matrices of {shown(saved)} rows, but this job has "
+                        f"matrices of {shown(here)} rows"
                     )
         return found
 

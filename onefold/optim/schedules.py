@@ -129,7 +129,7 @@ class OneCycle(LRSchedule):
         self.cycle_momentum: bool = read_schedule_param("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
-            logger.warning("OneCycle: cycle_momentum has nothing to do, since %s has no betas", kind)
+            logger.warning("OneCycle: cycle_momentum has no effect, because %s has no betas", kind)
             self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 

@@ -120,8 +120,8 @@ class ShardedStep:
             result = hook(of, *given)
             if result is not None and result != given:
                 raise RuntimeError(
-                    "a step pre hook of the optimizer returned other arguments for step(), and engine.step() passes "
-                    "none on: let it return None"
+                    "a step pre-hook of the optimizer returned arguments for step(), but engine.step() does not pass "
+                    "them on. Return None from the hook."
                 )
         groups = self._groups_now()
         if any(changed := self._written.check(groups)) and self._rules:
@@ -195,8 +195,8 @@ class ShardedStep:
             missing = [name for name in names if changed[index] and name not in allocated.get(index, names)]
             if any(name not in rule.late_states for name in missing):
                 raise RuntimeError(
-                    f"optimizer.param_groups[{index}]: {', '.join(changed[index])} as written now needs the state "
-                    f"{missing[0]}, which {self.name} makes at initialize alone. Set it before initialize"
+                    f"optimizer.param_groups[{index}]: {', '.join(changed[index])} needs the state {missing[0]}, "
+                    f"which {self.name} creates only at initialize. Set the value before initialize."
                 )
         self._make_late_states(required)
 
@@ -216,8 +216,8 @@ class ShardedStep:
             return
         if self._formats.states != "fp32":
             raise RuntimeError(
-                f"onefold.state_dtype = {self._formats.states}: the state {added[0][1]} is needed from now on, and its "
-                "format is decided at initialize. Have it from the start (SGD: a momentum above 0), or use fp32 states"
+                f"onefold.state_dtype = {self._formats.states}: the state {added[0][1]} is new, but state "
+                "formats are chosen at initialize. Use it from the start (SGD: momentum above 0), or use fp32 states."
             )
         self.wait_for_host()
         self.wait_until_states_copied()

@@ -111,8 +111,8 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
         if not hits:
             classes = sorted({type(module).__name__ for _, module in model.named_modules()})
             raise ConfigError(
-                f"onefold.units: {pattern!r} matches no module of this model, neither by class nor by path; "
-                f"its classes are {', '.join(classes)}"
+                f"onefold.units: {pattern!r} matches no module of this model, neither by class nor by path. "
+                f"Its classes are {', '.join(classes)}."
             )
         found |= hits
     return _outermost(found)

@@ -93,8 +93,8 @@ def load_state_dict_from_zero_checkpoint(
         handle = handles[name]
         if handle is not None and not handle.num_acquired and not handle.location_of(parameter)[0].stays_unsharded:
             raise ExportError(
-                f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
-                "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"
+                f"{name} is sharded. Pass a model that was built without zero.Init and has no stage 3 "
+                "engine, or load into the engine with engine.load_checkpoint(..., load_module_only=True)."
             )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if not any(handle is not None and handle.num_acquired for handle in handles.values()):
@@ -123,9 +123,9 @@ def main(
         add("--dtype", required=True, choices=sorted(dtypes), help="the dtype of floating-point weights")
     add("--max_shard_size", default="5GB", help="where to cut into several files: 500MB, 5GB (default), 2GiB")
     add("--safe_serialization", action="store_true", help="safetensors (streamed) instead of pytorch_model.bin")
-    add("-t", "--tag", help="which checkpoint (default: what `latest` names)")
-    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
-    add("-d", "--debug", action="store_true", help="name each tensor, and show where an error came from")
+    add("-t", "--tag", help="tag of the checkpoint (default: the tag in the file `latest`)")
+    add("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
+    add("-d", "--debug", action="store_true", help="list each tensor, and show tracebacks")
     options = parser.parse_args(argv)
 
     def tell(name: str, done: int, total: int) -> None:

@@ -870,8 +870,8 @@ def test_the_launcher_starts_ranks_with_their_number_and_the_environment_file(tm
     [
         (["--autotuning", "run", "x.py"], "`onefold tune` does"),
         (["--launcher", "openmpi", "x.py"], "reached by ssh"),
-        (["--hostfile", "nothing", "x.py"], "there is no such file"),
-        (["x.py"], "there is no such script"),
+        (["--hostfile", "nothing", "x.py"], "no such file"),
+        (["x.py"], "no such script"),
     ],
 )
 def test_the_launcher_names_what_it_cannot_do(tmp_path, arguments, text):

@@ -229,7 +229,7 @@ def test_a_dotted_path_is_its_key() -> None:
     ],
 )
 def test_two_spellings_that_disagree_are_an_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"one key.*keep one"):
+    with pytest.raises(ConfigError, match=r"one key.*Keep one"):
         load_config(given)
 
 
@@ -248,7 +248,7 @@ def test_a_fraction_of_an_element_is_cut_off(name: str) -> None:
     """TRL and accelerate compute some sizes as 0.9 of a square."""
     config = load_config(zero(stage=3, **{name: 921.6}))
     assert getattr(config.zero_optimization, name) == 921
-    assert f"zero_optimization.{name} = 921.6: read as 921, a number of elements" in config.notices
+    assert f"zero_optimization.{name} = 921.6: read as 921 elements" in config.notices
     assert not any("read as" in line for line in load_config(zero(stage=3, **{name: 921.0})).notices)
 
 
@@ -323,7 +323,7 @@ def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
         ConfigError, match=r"data_types\.qqqq: .*known there: grad_accum_dtype, param_dtype, buffer_dtype"
     ):
         load_config({"data_types": {"qqqq": 1}})
-    with pytest.raises(ConfigError, match="none like it"):
+    with pytest.raises(ConfigError, match="the nearest is"):
         load_config({"qqqq": 1})
 
 
@@ -505,23 +505,23 @@ def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
             "torch_autocast.dtype = fp16, but the parameters are bf16",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
-        ({"data_types": {"param_dtype": "bf16"}}, "set bf16.enabled to true"),
-        ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "leave out data_types.param_dtype"),
+        ({"data_types": {"param_dtype": "bf16"}}, "Set bf16.enabled to true"),
+        ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "Leave out data_types.param_dtype"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "stage 1, 2 or 3"),
-        (zero(stage=3, offload_param={"device": "nvme"}), "add zero_optimization.offload_param.nvme_path"),
+        (zero(stage=3, offload_param={"device": "nvme"}), "Set zero_optimization.offload_param.nvme_path"),
         (
             zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": []}),
-            "add zero_optimization.offload_optimizer.nvme_path",
+            "Set zero_optimization.offload_optimizer.nvme_path",
         ),
-        (zero(offload_optimizer={"device": "cpu"}), "offload_optimizer needs stage 1, 2 or 3 (stage is 0); set"),
+        (zero(offload_optimizer={"device": "cpu"}), "offload_optimizer needs stage 1, 2 or 3 (stage is 0). Set"),
         (zero(stage=0, cpu_offload=True), "offload_optimizer needs stage 1, 2 or 3"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
         (
             zero(stage=2, cpu_offload=True, offload_optimizer={"device": "cpu"}),
-            "keep zero_optimization.offload_optimizer",
+            "Keep zero_optimization.offload_optimizer",
         ),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
@@ -1004,18 +1004,18 @@ def test_a_dict_that_is_too_deep_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"a": deep}
-    with pytest.raises(ConfigError, match="this config: nested more than 50 levels deep"):
+    with pytest.raises(ConfigError, match="this config: not a config, because it has more than 50 levels"):
         load_config({"amp": deep})
     circle: dict[str, Any] = {}
     circle["amp"] = circle
-    with pytest.raises(ConfigError, match="nested more than 50 levels deep"):
+    with pytest.raises(ConfigError, match="more than 50 levels"):
         load_config(circle)
 
 
 def test_sources_that_are_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.json: cannot read the config \(No such file"):
+    with pytest.raises(ConfigError, match=r"missing\.json: the config cannot be read \(No such file"):
         load_config(tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="cannot read the config"):
+    with pytest.raises(ConfigError, match="config cannot be read"):
         load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"json\.loads"):
         load_config('{"train_batch_size": 1}')
@@ -1073,7 +1073,7 @@ def test_accelerate_keys_become_deepspeed_keys() -> None:
     assert config.fp16.auto_cast
     assert config.raw["zero_optimization"]["stage"] == 3
     assert config.notices == (
-        "deepspeed_config.zero3_init_flag = true: the script that builds the model reads it",
+        "deepspeed_config.zero3_init_flag = true: only the script that builds the model reads it",
         "deepspeed_config.deepspeed_multinode_launcher, num_processes, num_machines: "
         "these keys are for the launcher, and have no effect in a config",
     )
@@ -1085,7 +1085,7 @@ def test_accelerate_keys_become_deepspeed_keys() -> None:
         (accelerate(zero_stge=2), "deepspeed_config.zero_stge: .* did you mean deepspeed_config.zero_stage"),
         ({**accelerate(), "num_process": 2}, "did you mean num_processes"),
         ({**accelerate(), "mixed_precision": "int4"}, "expected no, fp16 or bf16"),
-        ({**accelerate(gradient_accumulation_steps=4), "gradient_accumulation_steps": 8}, "keep one of them"),
+        ({**accelerate(gradient_accumulation_steps=4), "gradient_accumulation_steps": 8}, "Keep one of them"),
         ({**accelerate(), "deepspeed_config": 3}, "expected an object"),
         (accelerate(deepspeed_moe_layer_cls_names=3), "deepspeed_moe_layer_cls_names = 3: expected a list of strings"),
         (accelerate(zero3_init_flag="maybe"), "deepspeed_config.zero3_init_flag = 'maybe': expected true or false"),
@@ -1166,18 +1166,18 @@ def test_one_alone_goes_with_an_accumulation_of_one() -> None:
 @pytest.mark.parametrize(
     ("given", "world", "told"),
     [
-        ((None, None, None), 2, "add train_micro_batch_size_per_gpu or train_batch_size"),
+        ((None, None, None), 2, "Add train_micro_batch_size_per_gpu or train_batch_size"),
         ((None, None, 4), 2, "in addition to gradient_accumulation_steps 4"),
         (
             (128, 2, 16),
             3,
-            "train_batch_size 128 is not micro 2 x accumulation 16 x world 3 = 96; write train_batch_size 96",
+            "train_batch_size 128 is not micro 2 x accumulation 16 x world 3 = 96. Write train_batch_size 96",
         ),
-        ((128, 2, 16), 1, "it fits 4 ranks: were they all started?"),
+        ((128, 2, 16), 1, "it fits 4 ranks: check that all of them are started"),
         ((10, None, None), 4, "train_batch_size 10 / (accumulation 1 x world 4 = 4) is 2.5, not a whole number"),
         ((10, 2, None), 4, "gradient_accumulation_steps = train_batch_size 10 / (micro 2 x world 4 = 8) is 1.25"),
-        ((2, None, 1), 4, "write train_batch_size 4"),
-        ((8, 1, 1), 0, "world size 0"),
+        ((2, None, 1), 4, "Write train_batch_size 4"),
+        ((8, 1, 1), 0, "world size is 0"),
     ],
 )
 def test_a_triangle_that_does_not_close_shows_the_arithmetic(

@@ -197,7 +197,7 @@ def loading(folder: str, way: str) -> str:
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("tag", "the call has tag b, rank 0's a. Every rank must load the same"),
+        ("tag", "the call has tag b, rank 0's a. Call load_checkpoint with the same arguments"),
         ("flag", "the call has load_optimizer_states False, rank 0's True"),
     ],
 )

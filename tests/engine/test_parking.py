@@ -113,11 +113,11 @@ def test_only_what_include_names_leaves(on_ranks, include):
 
 def ask_for_what_is_not_there() -> None:
     engine = start(net(), config(2))
-    with pytest.raises(ValueError, match=r"include 'optim_state' is not known; known: .*optim_states"):
+    with pytest.raises(ValueError, match=r"unknown state 'optim_state'\. Use .*optim_states"):
         engine.offload_states(include=["optim_state"])
-    with pytest.raises(ValueError, match="States go to the host"):
+    with pytest.raises(ValueError, match=r"is not supported\. Pass device"):
         engine.offload_states(device="cuda")
-    with pytest.raises(ValueError, match="States go to the host"):
+    with pytest.raises(ValueError, match=r"is not supported\. Pass device"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
     assert engine.offload_states(device=OffloadDeviceEnum.none) == {}
     engine.offload_states(include=[onefold.zero.OffloadStateTypeEnum.optim_states])

@@ -361,7 +361,7 @@ def value_head(stage: int, folder: str) -> list[str]:
         critic(*batches(1)[0])
         told += ["a closed reference is not noticed"] if stage == 3 else []
     except RuntimeError as error:
-        told += [] if "was closed" in str(error) else [str(error)]
+        told += [] if "is closed" in str(error) else [str(error)]
     return told
 
 
@@ -430,7 +430,7 @@ def test_what_cannot_be_shared_is_named(on_ranks):
     for dtype, trained in on_ranks(1, not_shared):
         assert "torch.bfloat16" in dtype
         assert "belongs to another engine" in dtype
-        assert "backbone.head.weight is to be trained" in trained
+        assert "backbone.head.weight is trained here" in trained
 
 
 # -- batches of any number of backwards -----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_the_scale_stops_at_the_minimum_and_then_says_what_to_do():
     scale = DynamicLossScale(2, hysteresis=1, min_scale=3.0)
     scale.update(overflow=True)
     assert scale.value == 3.0
-    with pytest.raises(FloatingPointError, match=r"fp16\.min_loss_scale.*lower the learning rate"):
+    with pytest.raises(FloatingPointError, match=r"fp16\.min_loss_scale.*Lower the learning rate"):
         scale.update(overflow=True)
     assert scale.value == 3.0
 

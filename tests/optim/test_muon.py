@@ -396,14 +396,14 @@ def test_rows_are_split_as_asked():
     layout = Layout.of([("a.qkv", (12, 5), 0), ("b.kv", (6, 5), 0)], 1)
     shapes = [matrix.shape for matrix in matrices_of(layout, {"*.qkv": 3, "b.*": [4, 2]})]
     assert shapes == [(4, 5)] * 3 + [(4, 5), (2, 5)]
-    with pytest.raises(MatrixError, match=r"a.qkv has 12 rows, which 5 equal parts do not make up"):
+    with pytest.raises(MatrixError, match=r"a.qkv has 12 rows, which cannot be divided into 5 equal parts"):
         matrices_of(layout, {"*.qkv": 5})
-    with pytest.raises(MatrixError, match=r"b.kv has 6 rows, which parts of \[4, 1\] rows do not make up"):
+    with pytest.raises(MatrixError, match=r"b.kv has 6 rows, which cannot be divided into parts of \[4, 1\] rows"):
         matrices_of(layout, {"b.*": [4, 1]})
 
 
 def test_a_vector_is_no_matrix():
-    with pytest.raises(MatrixError, match="bias has 1 dimension and is no matrix: let AdamW"):
+    with pytest.raises(MatrixError, match="bias has 1 dimension and is not a matrix"):
         matrices_of(Layout.of([("bias", (5,), 0)], 1))
 
 
@@ -530,10 +530,10 @@ def test_shampoo_has_one_rate_unless_two_are_given():
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"adamw_names": ["blocks.9*"]}, r"adamw_names: no parameter has a name like 'blocks.9\*'"),
-        ({"split_rows": ["*.up.weight"]}, "is no pattern with parts"),
-        ({"split_rows": ["*.up.weight=0"]}, "is no pattern with parts"),
-        ({"split_rows": ["*.qkv.weight=3"]}, r"split_rows: no parameter has a name like '\*.qkv.weight'"),
+        ({"adamw_names": ["blocks.9*"]}, r"adamw_names: 'blocks.9\*' matches no parameter"),
+        ({"split_rows": ["*.up.weight"]}, "is not a pattern with parts"),
+        ({"split_rows": ["*.up.weight=0"]}, "is not a pattern with parts"),
+        ({"split_rows": ["*.qkv.weight=3"]}, r"split_rows: '\*.qkv.weight' matches no parameter"),
     ],
 )
 def test_names_that_fit_nothing_are_told(params, told):
@@ -555,7 +555,7 @@ def step_one_of_two() -> list[str]:
     engine = start(model, config(2, optimizer=None), optimizer=pair)
     for optimizer in pair:
         optimizer.register_step_pre_hook(lambda of, *_: seen.append(type(of).__name__))
-        with pytest.raises(RuntimeError, match=r"engine.step\(\) steps the optimizer"):
+        with pytest.raises(RuntimeError, match=r"Call engine.step\(\) instead"):
             optimizer.step()
     train(engine, 1)
     return seen
@@ -568,11 +568,11 @@ def test_both_of_two_optimizers_answer_as_the_engines(on_ranks):
 def test_two_optimizers_that_do_not_go_together_are_told():
     model = Net(depth=1)
     pair = [torch.optim.RMSprop([model.head.weight]), torch.optim.AdamW([model.embed.weight])]
-    with pytest.raises(ConfigError, match=r"RMSprop, AdamW were given together, and RMSprop cannot be"):
+    with pytest.raises(ConfigError, match=r"a list \(RMSprop, AdamW\) cannot contain RMSprop"):
         choose(pair, None, [])
     with pytest.raises(ConfigError, match="an empty list cannot be"):
         choose([], None, [])
-    with pytest.raises(TypeError, match="a list must hold torch optimizers, not type"):
+    with pytest.raises(TypeError, match="a list must contain torch optimizers, not type"):
         choose([torch.optim.AdamW], None, [])
 
 
@@ -866,8 +866,8 @@ def load_split(folder: str, saved: list[str], split: list[str], strict: bool) ->
 
 
 @pytest.mark.parametrize(("saved", "split", "rows"), [
-    ([], ["0.weight=3"], r"\[72\] rows, and it is divided into matrices of \[24, 24, 24\] rows here"),
-    more(["0.weight=3"], [], r"\[24, 24, 24\] rows, and it is divided into matrices of \[72\] rows here"),
+    ([], ["0.weight=3"], r"\[72\] rows, but this job has matrices of \[24, 24, 24\] rows"),
+    more(["0.weight=3"], [], r"\[24, 24, 24\] rows, but this job has matrices of \[72\] rows"),
     more(["0.weight=3"], ["0.weight=24,48"], r"\[24, 24, 24\] rows, .* of \[24, 48\] rows here"),
 ])  # fmt: skip
 def test_what_is_kept_of_other_matrices_is_refused(on_ranks, tmp_path, saved, split, rows):
@@ -919,12 +919,12 @@ def test_names_and_splits_of_a_group_are_its_own():
 
 @pytest.mark.parametrize(("given", "kind", "told"), [
     ({"muon_lr": -1}, "Muon", r"model_parameters\[0\].muon_lr = -1: expected at least 0"),
-    ({"use_muon": True, "adam_lr": 0.1}, "Muon", r"adam_lr: nothing reads it in a group with use_muon = True"),
-    ({"use_muon": False, "muon_lr": 0.1}, "Muon", r"muon_lr: nothing reads it in a group with use_muon = False"),
-    ({"use_muon": False, "split_rows": ["*=2"]}, "Muon", "split_rows: nothing reads it"),
-    ({"adamw_names": ["*"], "split_rows": ["*=2"]}, "Muon", "split_rows: no parameter of the group is stepped as a"),
-    ({"adamw_names": ["head*"]}, "Muon", r"model_parameters\[0\].adamw_names: no parameter has a name like 'head\*'"),
-    ({"split_rows": ["head*=2"]}, "Muon", r"model_parameters\[0\].split_rows: no parameter has a name like 'head\*'"),
+    ({"use_muon": True, "adam_lr": 0.1}, "Muon", r"adam_lr: it has no effect in a group with use_muon = True"),
+    ({"use_muon": False, "muon_lr": 0.1}, "Muon", r"muon_lr: it has no effect in a group with use_muon = False"),
+    ({"use_muon": False, "split_rows": ["*=2"]}, "Muon", "split_rows: it has no effect"),
+    ({"adamw_names": ["*"], "split_rows": ["*=2"]}, "Muon", "split_rows: no parameter of the group is updated as a"),
+    ({"adamw_names": ["head*"]}, "Muon", r"model_parameters\[0\].adamw_names: 'head\*' matches no parameter"),
+    ({"split_rows": ["head*=2"]}, "Muon", r"model_parameters\[0\].split_rows: 'head\*' matches no parameter"),
     ({"split_rows": "*=2"}, "Muon", "split_rows = .*expected a list of strings"),
     ({"amsgrad": True}, "Muon", "amsgrad: optimizer Muon does not read it"),
     ({"covariance_eps": 0.1}, "Muon", "covariance_eps: optimizer Muon does not read it"),

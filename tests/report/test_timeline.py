@@ -408,7 +408,7 @@ def beside_another(path: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("case", "word"), [(too_late, "taken already"), (beside_another, "onefold.Profiling")])
+@pytest.mark.parametrize(("case", "word"), [(too_late, "already done"), (beside_another, "onefold.Profiling")])
 def test_steps_that_cannot_be_traced_are_told(on_ranks, tmp_path, case, word):
     lines = on_ranks(2, case, str(tmp_path / "trace.json"))[0]
     assert any("onefold.trace" in line and word in line for line in lines)

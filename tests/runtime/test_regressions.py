@@ -160,7 +160,7 @@ def adagrad_instance() -> float:
     optimizer = torch.optim.Adagrad(other.parameters())
     other(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="already stepped"):
+    with pytest.raises(ValueError, match="already has states"):
         start(other, settings, optimizer=optimizer)
     return losses[-1] - losses[0]
 

@@ -526,7 +526,7 @@ def misfit(folder: str) -> str:
 def test_what_does_not_fit_is_listed_together(on_ranks, tmp_path):
     for message in on_ranks(2, misfit, str(tmp_path)):
         assert "missing: more.weight" in message
-        assert "misshapen: embed.weight" in message
+        assert "different shape: embed.weight" in message
 
 
 # -- masters, gradients and states ------------------------------------------------------------------------------

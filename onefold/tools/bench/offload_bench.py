@@ -366,7 +366,7 @@ def _load_hosts() -> dict[str, Any]:
 
 
 def _warn_damaged(error: Exception) -> None:
-    text = "%s: cannot be read (%s: %s) and counts as empty; `onefold bench tiers` writes it anew"
+    text = "%s cannot be read (%s: %s) and is ignored. Run `onefold bench tiers` to write it again."
     logger.warning(text, cache_file(), type(error).__name__, error)
 
 

@@ -58,7 +58,7 @@ def plan(options: argparse.Namespace) -> int:
         show(question, found, advice, options)
     if advice.setting is None:
         if options.write:
-            print(f"onefold: --write {options.write}: nothing fits, so no config was written", file=sys.stderr)
+            print(f"onefold: --write {options.write}: no setting fits, so no config is written", file=sys.stderr)
         return 1
     if options.write:
         best = next(each for each in found if each.setting.name == advice.setting)
@@ -105,7 +105,7 @@ def check(options: argparse.Namespace) -> None:
     machine = find_machine(options.machine) if options.machine is not None else None
     gpus = options.gpus or (machine.gpus if machine else 1)
     if gpus * options.nodes > MAX_GPUS:
-        raise UsageError(f"{gpus * options.nodes:,} GPUs are too many. Give at most {MAX_GPUS:,}.")
+        raise UsageError(f"{gpus * options.nodes:,} GPUs exceed the limit. Give at most {MAX_GPUS:,}.")
     if options.config:
         load_config(options.config)
     if options.write:
@@ -163,7 +163,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         import torch
 
         if not torch.cuda.is_available() and options.gpu_memory is None:
-            raise UsageError("torch sees no GPU here. Name a machine (--machine 8xH100), or give --gpu-memory.")
+            raise UsageError("No GPU is available. Name a machine (--machine 8xH100), or give --gpu-memory.")
         machine = this_machine()
     return adjust(
         machine,
@@ -228,7 +228,7 @@ def show(question: Question, found: list[Forecast], advice: Advice, options: arg
     for note in (*_same_rows(found, machine), *assumptions(question)):
         print_text(f"* {note}", "  ")
     if not options.wide:
-        print_text("* --wide adds tables of memory by kind, traffic, and seconds by resource", "  ")
+        print_text("* --wide also prints memory by kind, traffic, and seconds by resource", "  ")
     print()
     print_text(f"take {advice.setting}: {advice.reason}" if advice.setting else advice.reason)
 
@@ -271,9 +271,9 @@ def _show_memory(found: list[Forecast], machine: Machine) -> None:
             each.setting.name, *(_amount(getattr(device, kind), unit) for kind in kinds), _amount(overhead, unit),
             Text(_amount(device.total, unit), "bold"),
         ))  # fmt: skip
-    heads = ("params", "gathered", "grads", "masters", "moments", "activations", "logits", "overhead", "GPU")
+    heads = ("params", "gathered", "grads", "masters", "moments", "activations", "logits", "overhead", "total")
     name = "GB" if unit == GB else "MB"
-    title = f"Memory of one GPU at its peak by kind, in {name} (of {machine.gpu.memory / unit:.0f})"
+    title = f"Peak memory of one GPU by kind, in {name} (of {machine.gpu.memory / unit:.0f})"
     _print_filled(("setting", *(f">{head}" for head in heads)), rows, title)
 
 
@@ -299,8 +299,8 @@ def _show_seconds(found: list[Forecast]) -> None:
             for name in names
         ]
         rows.append((each.setting.name, *busy, Text(_seconds(each.step), "bold"), str(each.bound_by)))
-    heads = ("setting", *(f">{name}" for name in names), ">step", "bound by")
-    _print_filled(heads, rows, "Seconds per step that each resource is busy: estimates")
+    heads = ("setting", *(f">{name}" for name in names), ">step", "bottleneck")
+    _print_filled(heads, rows, "Estimated busy seconds per step of each resource")
 
 
 def _unit(values: Sequence[int]) -> int:
@@ -334,13 +334,13 @@ def _same_rows(found: list[Forecast], machine: Machine) -> list[str]:
         groups.setdefault(facts, []).append(each)
     notes = []
     for same in (group for group in groups.values() if len(group) > 1):
-        names = f"{', '.join(each.setting.name for each in same[:-1])} and {same[-1].setting.name} are the same here"
+        names = f"{', '.join(each.setting.name for each in same[:-1])} and {same[-1].setting.name} are equal"
         if any("offload_param" in each.setting.zero for each in same):
             notes.append(f"{names}: parameters fill host memory first, up to max_in_cpu (1e9 elements per rank)")
         elif machine.world == 1:
-            notes.append(f"{names}: one GPU has nothing to shard")
+            notes.append(f"{names}: nothing is sharded on one GPU")
         else:
-            notes.append(f"{names}: with one micro-batch per step no gradients are accumulated")
+            notes.append(f"{names}: one micro-batch per step accumulates no gradients")
     return notes
 
 
@@ -357,4 +357,4 @@ def _show_textbook(num_parameters: float, machine: Machine) -> None:
         f"Rule of thumb, GB per GPU on {machine.world} GPU{'s' * (machine.world > 1)}: 2 B parameters + 2 B gradients "
         "+ 8 B (moments) or 12 B (moments and masters)"
     )
-    print_table(("", ">8 B", ">12 B"), rows, title)
+    print_table(("setting", ">8 B", ">12 B"), rows, title)

@@ -201,9 +201,9 @@ def _dry_run(question: Question, setting: Setting, micro_batch: int, *, uses_ncc
         raise
     except Exception as error:  # a user's model may raise anything
         raise PlanError(
-            f"{source.name}: its step does not run on tensors without values ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}). A forward that depends on values cannot be planned; use --params to "
-            "plan model states alone."
+            f"{source.name}: the dry run on meta tensors fails ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}). Its forward may depend on values of tensors. Give --params to "
+            "plan model states only."
         ) from error
 
 

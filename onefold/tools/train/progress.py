@@ -20,7 +20,7 @@ from onefold.log import format_bytes
 from onefold.tools.pages.charts import smooth
 from onefold.tools.pages.plots import new_figure
 
-NO_CURVE = "no loss curve: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
+NO_CURVE = "no plot: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
 
 
 @dataclass(frozen=True)
