@@ -45,7 +45,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fits.html from the formulas
-	$(BIN)/python -m onefold.config.document > docs/config.md
+	$(BIN)/python docs/tools/config_page.py > docs/config.md
 	$(BIN)/python docs/tools/what_fits.py > docs/what-fits.html
 
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run

@@ -73,7 +73,7 @@ def predict(case: Case, *, on_gpu: bool, here: bool = False) -> dict[str, Any]:
     from onefold.tools.estimate.forecast import forecast
     from onefold.tools.estimate.machines import adjust, cpu_ranks, find_machine, this_machine
     from onefold.tools.estimate.models import from_factory
-    from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.ops import OpTimer
     from onefold.tools.estimate.question import Question, Setting
 
     machine, timer = adjust(find_machine("H200"), gpus=case.ranks), None

@@ -22,7 +22,7 @@ from onefold.offload.host_memory import page_aligned
 from onefold.optim import pipeline
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
 from onefold.optim.rules import AdamRule
-from onefold.plan.state_formats import SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
+from onefold.plan.state_formats import INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 from onefold.tools.bench.offload_bench import OneGroup
 
 Update = Callable[[slice], None]
@@ -98,8 +98,13 @@ def measure_forms(numel: int, rounds: int) -> str:
     """Billions of parameters a second of the engine's own tiles, by what masters and states are held in."""
     hyper = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled_weight_decay": True}
     gradient = page_aligned(2 * numel).view(torch.bfloat16).fill_(1e-3)
-    shapes = {"fp32": (None, None, None), "int8": (None, SIGNED, SQUARES), "split16": (SPLIT_16, None, None),
-              "int8, split16": (SPLIT_16, SIGNED, SQUARES), "int8, split8": (SPLIT_8, SIGNED, SQUARES)}  # fmt: skip
+    shapes = {
+        "fp32": (None, None, None),
+        "int8": (None, INT8, INT8_SQUARES),
+        "split16": (SPLIT_16, None, None),
+        "int8, split16": (SPLIT_16, INT8, INT8_SQUARES),
+        "int8, split8": (SPLIT_8, INT8, INT8_SQUARES),
+    }
     sizes = [torch.get_num_threads() << shift for shift in (14, 15, 16, 17, 18)]
     rows, of_tile = [], state_codec.host_tile
     for name, forms in shapes.items():

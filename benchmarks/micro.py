@@ -82,11 +82,12 @@ def hang_detector() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     detector = HangDetector(dist.group.WORLD, 1)
     detector.size = 2
+    guard = detector.make_guard()
     detector.close()
 
     def launch() -> None:
         for _ in range(10_000):
-            with detector.waiting_for("gather of blocks.3", launches=True):
+            with guard.launching("gather of", ["blocks.3"]):
                 pass
 
     print(f"hang detector around a launch: {best_of(launch) / 10:.2f} us")

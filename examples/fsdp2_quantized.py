@@ -1,8 +1,9 @@
-"""onefold's quantized wires in PyTorch's own FSDP2: a few lines after `fully_shard`.
+"""Use onefold's quantized collectives with PyTorch's FSDP2, by a few lines after `fully_shard`.
 
     torchrun --nproc-per-node 2 examples/fsdp2_quantized.py
 
-Parameters travel as int8, gradients as int8 inside a host and int4 across hosts. Nothing else of onefold is used.
+Parameters are sent as int8, gradients as int8 inside a node and int4 between nodes. The example uses nothing else of
+onefold.
 """
 
 import torch

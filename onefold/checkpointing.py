@@ -44,7 +44,7 @@ def configure(
     """Configure all later calls of `checkpoint`. Arguments override the section of the config."""
     global _configured_by
     if mpu_ is not None and (size := mpu_.get_model_parallel_world_size()) != 1:
-        raise ValueError(f"mpu_: a model-parallel world size of {size}, but onefold does no tensor parallelism; use 1")
+        raise ValueError(f"mpu_: the model-parallel size is {size}, but tensor parallelism is not supported.")
     section = Settings() if deepspeed_config is None else load_config(deepspeed_config).activation_checkpointing
     given: dict[str, Any] = {
         "partition_activations": partition_activations,
@@ -132,8 +132,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     num_slots = here.number_checkpoints if here.contiguous_memory_optimization else None
     if here.contiguous_memory_optimization and num_slots is None:
         raise ConfigError(
-            f"{_SECTION}.contiguous_memory_optimization needs the number of checkpointed calls in one forward; "
-            f"add {_SECTION}.number_checkpoints (num_checkpoints= of configure)"
+            f"{_SECTION}.contiguous_memory_optimization needs the number of checkpointed calls per forward. "
+            f"Set {_SECTION}.number_checkpoints (num_checkpoints= of configure)."
         )
     inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
     with saved_tensors_hooks(inputs.pack, lambda offloaded: offloaded.back()):

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from onefold.comm.codec import BLOCK, Codec
-from onefold.comm.collective import AllGatherOp, Reduction
+from onefold.comm.collective import AllGatherOp, Ledger, Reduction
 from onefold.comm.exchange import Exchange
-from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import DATA_AXIS, Group
 from onefold.comm.nodes import Nodes
 from onefold.comm.quantized import Quantized, Wires
@@ -85,7 +84,7 @@ class QuantizedReduceScatter(_Quantized, ReduceScatter):
     ) -> dist.Work | None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
-                f"QuantizedReduceScatter adds or averages; {op} is neither. See set_gradient_divide_factor"
+                f"QuantizedReduceScatter does not support {op}. Use SUM or AVG (see set_gradient_divide_factor)."
             )
         collective = self._collective(group, output_tensor.device)
         size, numel = collective.group.size, output_tensor.numel()

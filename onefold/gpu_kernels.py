@@ -36,7 +36,7 @@ def kernels_of(module: str, purpose: str, advice: str = "") -> Callable[[torch.T
             found.try_out()
         except Exception as error:  # compilers may raise any exception
             logger.warning(
-                "%s: Triton's kernels cannot be used (%s: %s). torch is used instead, in more passes over memory%s",
+                "%s: Triton kernels are not available (%s: %s). Slower torch operations are used instead%s",
                 purpose, type(error).__name__, error, f" ({advice})" if advice else "",
             )  # fmt: skip
             return None

@@ -67,7 +67,7 @@ class ResumableLoader(DataLoader[Any]):
         """Raise if `load_state_dict` would not accept the state. Change nothing."""
         for key in ("epoch", "samples", "world_size", "batch_size"):
             if not isinstance(state, dict) or type(state.get(key)) is not int or not 0 <= state[key] < 2**62:
-                raise ValueError(f"the saved position in the data must hold {key}, a whole number from 0")
+                raise ValueError(f"the saved position in the data has no valid {key}. Give an integer from 0.")
 
     @property
     def _dataset_resumes(self) -> bool:
@@ -83,7 +83,7 @@ class ResumableLoader(DataLoader[Any]):
         if state is not None and self._shares is not None and state["epoch"] != self._shares.epoch:
             if state["samples"]:
                 logger.info(
-                    "epoch %d is read from its start: it was %d that was saved", self._shares.epoch, state["epoch"]
+                    "epoch %d starts at its first batch: the saved epoch is %d", self._shares.epoch, state["epoch"]
                 )
             return None
         return state
@@ -182,8 +182,8 @@ class _Batches:
         num_batches = samples // loader.world_size // batch_size
         if num_batches:
             logger.info(
-                "resuming an iterable dataset: %d batches of %s are read and thrown away. "
-                "With state_dict and load_state_dict it would resume at once.",
+                "resuming an iterable dataset: %d batches of %s are read and dropped. "
+                "Implement state_dict and load_state_dict to avoid this.",
                 num_batches, type(loader.dataset).__name__,
             )  # fmt: skip
         next(islice(self._batches, num_batches, num_batches), None)

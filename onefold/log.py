@@ -39,7 +39,7 @@ def parse_size(size: int | str) -> int:
     except ValueError:
         parsed = 0
     if parsed < 1:
-        raise ValueError(f"a size is a positive number of bytes (500000000, '500MB', '5GB', '2GiB'), not {size!r}")
+        raise ValueError(f"{size!r} is not a size. Give a number of bytes: 500000000, '500MB', '5GB' or '2GiB'.")
     return parsed
 
 
@@ -53,7 +53,7 @@ def parse_bytes(text: str, unit: str = "GB") -> int:
     found = re.fullmatch(r"([kmgt]?)(i?)b?|([kKMGT]?)(i?)B?", written or unit)
     letter, binary = ("", "") if found is None else (found[1] or found[3] or "", found[2] or found[4])
     if found is None or (binary and not letter):
-        raise ValueError(f"{text!r} is not a size; write a number with a unit, as in 80GB, 80GiB or 1.5TB")
+        raise ValueError(f"{text!r} is not a size. Give a number with a unit, as in 80GB, 80GiB or 1.5TB.")
     return int(number * (1024 if binary else 1000) ** _power(letter))
 
 
@@ -64,7 +64,7 @@ def parse_rate(text: str) -> int:
     if bits is not None:
         return int(number * 1000 ** _power(bits[1]) / 8)
     if re.fullmatch(r"|[kKMGT]?i?B(/s)?", written) is None:
-        raise ValueError(f"{text!r} is not a rate; write a number with a unit, as in 50GB/s or 400Gbit/s")
+        raise ValueError(f"{text!r} is not a rate. Give a number with a unit, as in 50GB/s or 400Gbit/s.")
     return parse_bytes(text.strip().removesuffix("/s"))
 
 
@@ -72,7 +72,7 @@ def parse_count(text: str) -> int:
     """Parse a count: 7B, 1.3b, 350M, 10k, 7e9 or 7_000_000_000."""
     number, written = _split_number(text)
     if re.fullmatch(r"[kmbtKMBT]?", written) is None:
-        raise ValueError(f"{text!r} is not a number of parameters; write it as in 7B, 350M or 7e9")
+        raise ValueError(f"{text!r} is not a number of parameters. Give a number such as 7B, 350M or 7e9.")
     scale: int = 1000 ** _power(written)
     return round(number * scale)
 

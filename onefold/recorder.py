@@ -132,7 +132,7 @@ class Recorder:
 
     def count(self, operation: str, num_bytes: int) -> None:
         """Add bytes that the ledger has counted to the current span."""
-        span, track = _span.get(), TRACKS.get(operation, Track.SYNCHRONIZATION)
+        span, track = current_span.get(), TRACKS.get(operation, Track.SYNCHRONIZATION)
         if span is None or span.track is not track:
             if not num_bytes:
                 return
@@ -208,14 +208,9 @@ class _TiePoint:
 
 # -- the current span and unit of a thread -----------------------------------------------------------------------------
 
-_span: ContextVar[Span | None] = ContextVar("span", default=None)
+current_span: ContextVar[Span | None] = ContextVar("span", default=None)
 _unit: ContextVar[str] = ContextVar("unit", default="")
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def carried_span() -> Span | None:
-    """Return the current span of this thread, or None if no recorder is active."""
-    return _span.get() if Recorder.active is not None else None
 
 
 def carrying(span: Span | None) -> AbstractContextManager[None]:
@@ -225,12 +220,12 @@ def carrying(span: Span | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _carrying(span: Span) -> Iterator[None]:
-    before = _span.set(span)
+    before = current_span.set(span)
     try:
         with _within(span.unit or _unit.get()):
             yield
     finally:
-        _span.reset(before)
+        current_span.reset(before)
 
 
 def within(unit: str) -> AbstractContextManager[None]:

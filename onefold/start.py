@@ -29,18 +29,11 @@ from onefold.engine import Engine
 from onefold.engine.rank_consistency import facts_to_compare
 from onefold.engine.step_reports import check_reports
 from onefold.log import logger, set_up_logging
-from onefold.optim.choose import (
-    Chosen,
-    Optimizers,
-    check_delayed,
-    check_formats,
-    check_shardable,
-    choose,
-    for_disk,
-)
-from onefold.optim.schedules import build_scheduler, read_schedule
+from onefold.optim.choose import Optimizers, choose, fit_to_plan
+from onefold.optim.chosen import ChosenOptimizer
+from onefold.optim.schedules import prepare_scheduler
 from onefold.optim.sharded import ShardedOptimizer
-from onefold.plan import Plan, Tier, make_plan, plan_every_stage, plan_with_less
+from onefold.plan import make_plan, plan_every_stage, plan_with_less
 
 
 def initialize(
@@ -68,10 +61,10 @@ def initialize(
     callable that takes the optimizer.
     """
     if model is None:
-        raise ConfigError("initialize needs a model. Pass model=")
+        raise ConfigError("initialize needs a model. Pass model=.")
     if mpu is not None or mesh_param is not None:
         raise ValueError(
-            "mpu and mesh_param ask for tensor or sequence parallelism, which onefold lacks. Leave them out"
+            "mpu and mesh_param request tensor or sequence parallelism, which is not supported. Leave them out."
         )
     if dist.is_initialized():
         world_detector()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
@@ -90,19 +83,23 @@ def initialize(
 
     given = list(model_parameters) if model_parameters is not None else []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = choose(optimizer, settings.optimizer, given or trained, model)
-    if settings.scheduler is not None and lr_scheduler is None:
-        read_schedule(settings.scheduler.type, settings.scheduler.params)  # report mistakes before shards are made
-    _log_notices(_ignored_sections(settings, optimizer, lr_scheduler, chosen), speaks=is_first)
-    if optimizer is not None:
-        settings = replace(settings, optimizer=None)  # the section is not read, and its type decides nothing
-    if chosen is not None:
-        settings = _with_low_bits(settings, chosen, model)
+    if optimizer is not None and settings.optimizer is not None:
+        unread = "optimizer: initialize was given an optimizer, so the section is not read"
+        _log_notices([unread], speaks=is_first)
+        settings = replace(settings, optimizer=None)
     plan = make_plan(settings, world)
+    chosen = choose(optimizer, plan.optimizer, given or trained, model)
+    if chosen is not None and chosen.low_bits is not None:
+        settings = _with_low_bits(settings, chosen, model)
+        plan = make_plan(settings, world)
+    build_scheduler = None
+    if plan.scheduler is not None and lr_scheduler is None:
+        build_scheduler = prepare_scheduler(plan.scheduler)
+    _log_notices(_ignored_sections(settings, lr_scheduler, chosen), speaks=is_first)
     if is_first:
         check_reports(plan.loop)
     if chosen is not None:
-        chosen = _fit_optimizer(chosen, plan, allow_untested=settings.zero_allow_untested_optimizer)
+        chosen = fit_to_plan(chosen, plan)
     batch = solve_batch(settings, world)
     number = num_comparisons() + 1
     if world > 1:
@@ -119,9 +116,11 @@ def initialize(
         local_device(),
         config=settings.raw,
         other_plans=others,
-        plans_with_less=plan_with_less(settings, world, takes_formats=chosen is not None and not chosen.is_stepped),
+        plans_with_less=plan_with_less(
+            settings, world, takes_formats=chosen is not None and not chosen.runs_user_class
+        ),
     )
-    engine.lr_scheduler = _scheduler(lr_scheduler, settings, engine.optimizer)
+    engine.lr_scheduler = _scheduler(lr_scheduler, build_scheduler, engine.optimizer)
     if training_data is not None:
         engine.training_dataloader = engine.state.make_loader(training_data, collate_fn=collate_fn)
     give_back_free_memory()
@@ -133,11 +132,11 @@ def initialize(
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments that DeepSpeed scripts declare: --deepspeed, --deepspeed_config, --local_rank."""
-    group = parser.add_argument_group("onefold", "the same switches as DeepSpeed's")
-    group.add_argument("--deepspeed", action="store_true", help="train through initialize (a flag for the script)")
-    group.add_argument("--deepspeed_config", metavar="FILE", help="the JSON config that initialize reads")
+    group = parser.add_argument_group("onefold", "arguments of DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="use onefold.initialize (flag for the script)")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="JSON config for onefold.initialize")
     if not any("--local_rank" in action.option_strings for action in parser._actions):
-        group.add_argument("--local_rank", type=int, default=-1, help="accepted; ranks come from the environment")
+        group.add_argument("--local_rank", type=int, default=-1, help="ignored; ranks are read from the environment")
     return parser
 
 
@@ -147,10 +146,10 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     given = [source for source in (config, config_params, from_args) if source is not None]
     if not given:
         raise ConfigError(
-            "there is no config. Pass config= (a dict or a path), or --deepspeed_config on the command line"
+            "no config is given. Pass config= (a dict or a path), or --deepspeed_config on the command line."
         )
     if config is not None and from_args is not None and config != from_args:
-        raise ConfigError(f"there are two configs: config= and --deepspeed_config {from_args}. Pass one of them")
+        raise ConfigError(f"two configs are given: config= and --deepspeed_config {from_args}. Pass one of them.")
     return given[0]
 
 
@@ -160,17 +159,7 @@ def _log_notices(notices: Iterable[str], *, speaks: bool) -> None:
         logger.info("config: %s", notice)
 
 
-def _fit_optimizer(chosen: Chosen, plan: Plan, *, allow_untested: bool) -> Chosen:
-    """Return the optimizer as the plan runs it. Raise if the plan cannot run it."""
-    check_formats(chosen, plan.formats)
-    if plan.shards_states and plan.num_shards > 1:
-        check_shardable(chosen, allow_untested=allow_untested)
-    if plan.delays_host:
-        check_delayed(chosen)
-    return for_disk(chosen) if plan.states.tier is Tier.NVME else chosen
-
-
-def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config:
+def _with_low_bits(settings: Config, chosen: ChosenOptimizer, model: nn.Module) -> Config:
     """Return the config with the state format of the optimizer class that the user has passed."""
     found = chosen.low_bits
     if found is None or not found.is_8bit:
@@ -183,7 +172,7 @@ def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config
         raise ConfigError(
             f"optimizer {chosen.name} keeps 8-bit states for parameters of {found.min_numel} elements or more, but the "
             f"config has {settings.state_dtype} states (onefold.state_dtype, bf16.bf16_optimizer_states) and "
-            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}. Leave these keys out, or change the optimizer"
+            f"onefold.int8_min_numel = {settings.onefold.int8_min_numel}. Leave them out, or change the optimizer."
         )
     wanted = {id(parameter) for parameter in found.fp32_parameters}
     names = tuple(escape(name) for name, parameter in model.named_parameters() if id(parameter) in wanted)
@@ -197,27 +186,23 @@ def _with_low_bits(settings: Config, chosen: Chosen, model: nn.Module) -> Config
     return replace(settings, onefold=own)
 
 
-def _ignored_sections(settings: Config, optimizer: Any, lr_scheduler: Any, chosen: Chosen | None) -> Iterator[str]:
+def _ignored_sections(settings: Config, lr_scheduler: Any, chosen: ChosenOptimizer | None) -> Iterator[str]:
     """Yield a notice for each section of the config that the arguments of `initialize` make ineffective."""
-    if settings.optimizer is not None and optimizer is not None:
-        yield "optimizer: initialize was given an optimizer, so the section is not read"
     if settings.scheduler is not None and lr_scheduler is not None:
-        yield "scheduler: initialize was given an lr_scheduler, so the section is not read"
+        yield "scheduler: the section is ignored, because an lr_scheduler was passed to initialize"
     own_class = chosen is not None and (not chosen.rules or chosen.has_matrices)
     if own_class and settings.onefold.offloaded_step in ("device", "both"):
-        yield "onefold.offloaded_step: the GPU updates with elementwise rules of onefold only; the host does the rest"
+        yield "onefold.offloaded_step: the GPU runs only onefold's elementwise optimizers; the host updates the rest"
     if chosen is not None and chosen.is_paged:
-        yield "optimizer: paged states stay on the device; zero_optimization.offload_optimizer stores them on the host"
+        yield "optimizer: paged states are stored on the device; set zero_optimization.offload_optimizer to offload"
     if chosen is None and (settings.scheduler is not None or lr_scheduler is not None):
-        yield "scheduler: there is no optimizer, so the section is not read"
+        yield "scheduler: the section is ignored, because there is no optimizer"
 
 
-def _scheduler(given: Any, settings: Config, optimizer: ShardedOptimizer | None) -> Any:
+def _scheduler(given: Any, build_scheduler: Callable[[Any], Any] | None, optimizer: ShardedOptimizer | None) -> Any:
     """Return the scheduler that was passed, or that of the config; None without an optimizer."""
     if optimizer is None:
         return None
     if given is not None:
         return given(optimizer) if callable(given) and not hasattr(given, "step") else given
-    if settings.scheduler is None:
-        return None
-    return build_scheduler(settings.scheduler.type, dict(settings.scheduler.params), optimizer.optimizer)
+    return build_scheduler(optimizer.optimizer) if build_scheduler is not None else None

@@ -67,8 +67,8 @@ class AccumulationWindow:
         """Set the divisor of the window. Raise if the window has another one."""
         if self._divisor not in (None, divisor):
             raise RuntimeError(
-                "engine.backward(loss) and a bare loss.backward() in one accumulation window: they divide by the "
-                "accumulation count in different places. Use one of them throughout"
+                "engine.backward(loss) and loss.backward() are mixed in one accumulation window, but divide by the "
+                "accumulation count at different points. Use one of them throughout."
             )
         self._divisor = divisor
 
@@ -91,7 +91,7 @@ class AccumulationWindow:
     def no_sync(self) -> Iterator[None]:
         """Mark backwards in this context as not the last of their window."""
         if self.in_no_sync:
-            raise RuntimeError("engine.no_sync() does not nest")
+            raise RuntimeError("engine.no_sync() is already active. Leave it before you enter it again.")
         self.in_no_sync = True
         try:
             yield
@@ -103,24 +103,24 @@ class AccumulationWindow:
         per_micro_step = self.batch.micro * self.batch.world
         if train < 1 or train % per_micro_step:
             raise ValueError(
-                f"train_batch_size {train} is no multiple of micro {self.batch.micro} x world {self.batch.world} = "
-                f"{per_micro_step}"
+                f"train_batch_size {train} is not a multiple of micro-batch {self.batch.micro} x ranks "
+                f"{self.batch.world} = {per_micro_step}. Pass a multiple."
             )
         self.set_accumulation(train // per_micro_step)
 
     def set_micro(self, micro: int) -> None:
         """Set the micro-batch size."""
         if micro < 1:
-            raise ValueError(f"the micro-batch size must be at least 1, not {micro}")
+            raise ValueError(f"the micro-batch size is {micro}. Pass at least 1.")
         self._set(micro, self.batch.accumulation)
 
     def set_accumulation(self, accumulation: int) -> None:
         """Set the accumulation count. Raise inside a window."""
         if accumulation < 1:
-            raise ValueError(f"the accumulation count must be at least 1, not {accumulation}")
+            raise ValueError(f"the accumulation count is {accumulation}. Pass at least 1.")
         if accumulation != self.batch.accumulation:
             if self._divisor is not None:
-                raise RuntimeError("the accumulation count can change only between steps, not inside a window")
+                raise RuntimeError("the accumulation count cannot change inside a window. Set it after the step.")
             self._first = self.micro_steps
         self._set(self.batch.micro, accumulation)
 

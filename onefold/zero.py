@@ -42,20 +42,19 @@ from onefold.comm import (
 from onefold.config import Config, load_config
 from onefold.engine.offloaded_states import OffloadStateTypeEnum
 from onefold.offload.write_check import fingerprint
-from onefold.plan import FlatParamSpec, Layout, Part, Placement, Plan, Precision
+from onefold.plan import FlatParamSpec, Layout, Placement, Plan, Precision, StatePlan
 from onefold.plan.plan import make_precision
 from onefold.runtime import FlatParam, ParamHandle, handle_of, handles_of, unsharded_shape
 from onefold.runtime.order import Request
 from onefold.runtime.parameter_proxy import plain_class, sources_of
-from onefold.runtime.torch_functions import overwrites, reads_no_values
-from onefold.runtime.torch_internals import is_plain_float, tensors_in
+from onefold.runtime.torch_internals import is_plain_float, overwrites, reads_no_values, tensors_in
 
 __all__ = [
     "GatheredParameters", "Init", "OffloadStateTypeEnum", "gather_distributed_parameters", "load_safetensors",
     "register_external_parameter", "stream_weights", "unregister_external_parameter",
 ]  # fmt: skip
 
-_SHARDED = Part(Placement.SHARDED)
+_SHARDED = StatePlan(Placement.SHARDED)
 _PLAN = Plan(_SHARDED, _SHARDED, _SHARDED)
 
 # Handles that stay open behind the one being written: code that initialises modules goes from one to the next.
@@ -101,7 +100,7 @@ class Init:
         }
         given = [name for name, value in others.items() if value is not None]
         if given:
-            raise ValueError(f"zero.Init: {', '.join(given)} cannot be served; shards lie over all ranks, unquantized")
+            raise ValueError(f"zero.Init does not support {', '.join(given)}. Leave these arguments out.")
         self._enabled = enabled
         if not enabled:
             return
@@ -110,8 +109,8 @@ class Init:
         init_distributed(nccl_error_handling=settings.onefold.nccl_error_handling)
         if str(remote_device).partition(":")[0] not in ("None", "none", "cpu", "nvme", local_device().type):
             raise ValueError(
-                f"zero.Init: remote_device {str(remote_device)!r}: shards rest on {local_device()} until initialize "
-                "moves them where the config says; leave it out"
+                f"zero.Init: remote_device {str(remote_device)!r} is not supported. Leave it out: shards are stored on "
+                f"{local_device()} until initialize moves them to the tier in the config."
             )
         base = make_precision(settings) if source is not None else Precision()
         self._precision = base if dtype is None else replace(base, compute=dtype)
@@ -236,8 +235,8 @@ class Init:
         for handle in self._open:
             if handle is not handle_of(parameter) and any(param.is_seen_by([value]) for param in handle.params):
                 raise ValueError(
-                    "inside zero.Init a parameter was given the memory of another one (b.weight.data = "
-                    "a.weight.data): tie the Parameter itself, b.weight = a.weight, or clone its values"
+                    "two parameters share memory inside zero.Init (b.weight.data = a.weight.data). Tie the Parameter "
+                    "itself (b.weight = a.weight), or clone its values."
                 )
 
     def _close(self, keep: int) -> None:
@@ -355,8 +354,8 @@ class GatheredParameters:
         laid_out = any(handle.owner is not None for handle in self._borrowed)
         if any(counts) and (laid_out or len(set(counts)) > 1):
             raise RuntimeError(
-                f"parameters were given data of another shape inside GatheredParameters, so many on each rank: {counts}"
-                f"{' (' + ', '.join(names) + ')' if names else ''}. Resize before initialize, and on every rank"
+                f"parameters changed their shape inside GatheredParameters (number of them on each rank: {counts}"
+                f"{'; ' + ', '.join(names) if names else ''}). Resize parameters on every rank, before initialize."
             )
 
     def _keep_equal_writes(self) -> bool:
@@ -381,8 +380,8 @@ class GatheredParameters:
                 raise RuntimeError(
                     f"in-place modification: rank {rank} wrote to {', '.join(names[:4])}"
                     f"{', ...' if len(names) > 4 else ''} inside GatheredParameters without modifier_rank, and not "
-                    "every rank wrote the same values. The write would be lost: say whose values count, "
-                    "modifier_rank=0"
+                    "every rank wrote the same values. The write would be lost. Pass the rank whose values are kept, "
+                    "as in modifier_rank=0."
                 )
         return False
 
@@ -423,7 +422,7 @@ def gather_distributed_parameters(model: nn.Module) -> None:
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor | None) -> None:
     """Declare that `module.forward` uses a parameter of another module that is not one of its attributes."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"register_external_parameter takes a module, not {type(module).__name__}")
+        raise TypeError(f"register_external_parameter expects a module, not {type(module).__name__}.")
     external = _external(module)
     if not isinstance(parameter, nn.Parameter) or any(parameter is known for known in external):
         return

@@ -287,7 +287,7 @@ TIER_MUTATIONS = [
     # TiledLinear with a bias and several tiles along its input.
     Mutation(
         "tier-bias-in-every-tile",
-        "onefold/compat/deepspeed/runtime/zero/tiling.py",
+        "onefold/compat/tiling.py",
         "bias=bias and index == in_splits - 1",
         "bias=bias",
         "test_compat_zero.py test_as_deepspeed.py",

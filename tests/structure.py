@@ -165,7 +165,7 @@ def trace_unshard() -> Trace:
     """Trace the unshard of one unit, in a forward whose order is recorded."""
     trace = Trace()
     engine, x = _engine({"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0})
-    unit = engine.state.schedule.sharded[2]
+    unit = engine.state.schedule.sharded_units[2]
     unshard = unit.unshard
 
     def traced(*given: Any) -> None:

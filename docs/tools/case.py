@@ -6,8 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class PerElement:
+    """Bytes that one rank stores per element, for three kinds of parameters.
+
+    Each has the bytes that every rank stores and, as `..._sharded`, those that all ranks store together.
+    """
+
+    norms: float
+    norms_sharded: float
+    in_cpu: float
+    """Of matrices within `max_in_cpu`."""
+    in_cpu_sharded: float
+    rest: float
+    """Of all other matrices."""
+    rest_sharded: float
+
+
+@dataclass(frozen=True)
 class Case:
-    """A decoder of equal blocks, the nodes that train it with Adam, and the setting."""
+    """A decoder of equal blocks, the nodes that train it with Adam, and the setting, as the plan sees it."""
 
     layers: int
     hidden: int
@@ -27,21 +44,26 @@ class Case:
     """Bytes per node."""
     nvme: float
     """Bytes per node."""
-    shards_parameters: bool
-    shards_gradients: bool
-    shards_states: bool
-    offload_optimizer: str
-    """none, cpu or nvme, as in a config."""
-    offload_param: str
-    """none, cpu or nvme, as in a config."""
     micro_batch: int
     sequence_length: int
     recompute: bool
-    itemsize: int
-    """Bytes per element of parameters and activations: 2 for bf16, 4 for fp32."""
     accumulates: bool
     """Whether a step has several micro-steps."""
-    state_itemsize: float
-    """Bytes per element of moments: 4 for fp32; for int8, with its share of a scale."""
-    master_rest: float
-    """Bytes per element of a split master in addition to the bf16 weight; 0: masters are fp32."""
+    itemsize: int
+    """Bytes per element of parameters and activations: 2 for bf16, 4 for fp32."""
+    reduced_itemsize: int
+    """Bytes per element of a reduced gradient."""
+    streamed_itemsize: float
+    """Bytes per element that a step streams through the GPU; 0 if optimizer states are not offloaded."""
+    stays_unsharded: bool
+    reduces_in_place: bool
+    shards_states: bool
+    device_parameters: PerElement
+    device_gradients: PerElement
+    device_masters: PerElement
+    device_states: PerElement
+    host_parameters: PerElement
+    host_gradients: PerElement
+    host_masters_and_states: PerElement
+    nvme_parameters: PerElement
+    nvme_masters_and_states: PerElement

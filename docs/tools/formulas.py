@@ -3,8 +3,8 @@
 [Note: one formula, two languages]
 These functions are written in Python only, and `to_javascript` translates them to the page's script. So they are plain:
 numbers and flags of a `Case`, local names, sums and products, comparisons, conditional expressions, and calls of each
-other. The tests compare them with the plan (`count_bytes`) and with dry runs of a step. `onefold plan` is exact where
-these formulas approximate.
+other. Bytes of model states per element come from the plan (`planned_states.py`). The formulas add activations and
+buffers; tests compare them with dry runs of a step, which are exact where these formulas approximate.
 
 [Note: the peak]
 After the loss, all activations and the logits are held. In the backward of the last block, its temporaries and the
@@ -14,7 +14,7 @@ almost no activations; in between, both change in proportion. Stage 0 then gathe
 
 from __future__ import annotations
 
-from case import Case
+from case import Case, PerElement
 
 from onefold.config import Config
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
@@ -63,141 +63,57 @@ def num_parameters(case: Case) -> float:
     return case.layers * block_weights(case) + norm_weights(case) + table_weights(case) + head_weights(case)
 
 
-# -- stored model states of one rank ----------------------------------------------------------------------------------
-
-
-def offloads(case: Case) -> bool:
-    """Return whether masters and moments are offloaded."""
-    return case.shards_states and case.offload_optimizer != "none"
-
-
-def offloads_parameters(case: Case) -> bool:
-    """Return whether parameters are offloaded. They are cast from masters, so masters must be offloaded, too."""
-    return case.shards_parameters and offloads(case) and case.offload_param != "none"
-
-
-def shard(case: Case) -> float:
-    return num_parameters(case) / world(case)
-
-
-def updated_elements(case: Case) -> float:
-    """Return the elements that one rank updates."""
-    return shard(case) if case.shards_states else num_parameters(case)
-
-
-def splits_masters(case: Case) -> bool:
-    """Return whether a master is stored as the bf16 weight and further bits; fp32 parameters are not split."""
-    return case.itemsize == 2 and case.master_rest > 0
-
-
-def stored_unsharded(case: Case) -> bool:
-    """Return whether parameters are stored unsharded, as on a single rank that neither casts nor offloads them."""
-    casts = case.itemsize == 2 and not offloads(case) and not splits_masters(case)
-    return not case.shards_parameters or (world(case) == 1 and not casts and not offloads_parameters(case))
-
-
-def stored_parameters(case: Case) -> float:
-    """Return the bytes on the device. Sharded parameters next to fp32 masters are cast from them, and not stored."""
-    norms = case.itemsize * norm_weights(case)
-    is_apart = splits_masters(case) or offloads(case)
-    sharded = case.itemsize * shard(case) if is_apart and not offloads_parameters(case) else norms
-    return case.itemsize * num_parameters(case) if stored_unsharded(case) else sharded
-
-
-def masters_with_weights(case: Case) -> float:
-    """Return the elements whose masters are stored in the same tier as their weights."""
-    on_nvme = parameter_elements_on_nvme(case)
-    below = updated_elements(case) - on_nvme if case.offload_optimizer == "cpu" else on_nvme
-    offloaded = below if offloads_parameters(case) else 0
-    return offloaded if offloads(case) else updated_elements(case)
-
-
-def master_bytes(case: Case) -> float:
-    """Return the bytes of masters in any tier.
-
-    An fp32 parameter that stays unsharded is its own master. The weight of a split master in the same tier counts as
-    parameter.
-    """
-    is_parameter = case.itemsize == 4 and stored_unsharded(case) and not offloads(case)
-    whole = 0 if is_parameter else 4 * updated_elements(case)
-    split = (2 + case.master_rest) * updated_elements(case) - 2 * masters_with_weights(case)
-    return split if splits_masters(case) else whole
-
-
-def moment_bytes(case: Case) -> float:
-    return 2 * case.state_itemsize * updated_elements(case)
-
-
-def reduced_itemsize(case: Case) -> float:
-    """Return bytes per element of a reduced gradient: sums over ranks or micro-steps are in fp32."""
-    return case.itemsize if world(case) == 1 and not case.accumulates else 4
-
-
-def keeps_whole_gradient(case: Case) -> bool:
-    """Return whether gradients stay unsharded until the step, and are reduced in place."""
-    waits = not offloads(case) and (not case.shards_gradients or world(case) == 1)
-    return waits and (world(case) == 1 or case.accumulates or case.itemsize == 4)
-
-
-def gradient_bytes(case: Case) -> float:
-    """Return the bytes of gradients in any tier at the end of backward."""
-    return reduced_itemsize(case) * (num_parameters(case) if keeps_whole_gradient(case) else shard(case))
-
-
-# -- offloaded ---------------------------------------------------------------------------------------------------------
+# -- model states ------------------------------------------------------------------------------------------------------
 
 
 def elements_in_cpu(case: Case) -> float:
-    """Return the elements of whole units within `max_in_cpu`: all, or the embedding and the first blocks."""
+    """Return the elements of whole units of a rank within `max_in_cpu`: all, or the embedding and the first blocks."""
+    shard = num_parameters(case) / world(case)
     table = table_weights(case) / world(case)
     block = block_weights(case) / world(case)
     blocks = min(case.layers, (MAX_IN_CPU - table) // block)
     some = table + blocks * block if table <= MAX_IN_CPU else 0
-    return shard(case) if shard(case) <= MAX_IN_CPU else some
+    return shard if shard <= MAX_IN_CPU else some
 
 
-def parameter_elements_on_nvme(case: Case) -> float:
-    """Return the elements beyond `max_in_cpu`. Parameters gathered from fp32 masters on the host are not on NVMe."""
-    is_master = case.itemsize == 4 and case.offload_optimizer == "cpu"
-    wanted = offloads_parameters(case) and case.offload_param == "nvme" and not is_master
-    return shard(case) - elements_in_cpu(case) if wanted else 0
+def stored(case: Case, of: PerElement) -> float:
+    """Return the bytes of one rank."""
+    norms = norm_weights(case)
+    matrices = num_parameters(case) - norms
+    in_cpu = min(matrices, elements_in_cpu(case) * world(case))
+    on_every_rank = norms * of.norms + in_cpu * of.in_cpu + (matrices - in_cpu) * of.rest
+    sharded = norms * of.norms_sharded + in_cpu * of.in_cpu_sharded + (matrices - in_cpu) * of.rest_sharded
+    return on_every_rank + sharded / world(case)
 
 
-def parameters_on_host(case: Case) -> float:
-    is_master = case.itemsize == 4 and case.offload_optimizer == "cpu"
-    elements = shard(case) - parameter_elements_on_nvme(case)
-    return case.itemsize * elements if offloads_parameters(case) and not is_master else 0
+def stored_parameters(case: Case) -> float:
+    return stored(case, case.device_parameters)
 
 
-def parameters_on_nvme(case: Case) -> float:
-    """Return the bytes of parameters on NVMe. An fp32 parameter is its master there."""
-    return case.itemsize * parameter_elements_on_nvme(case) if case.itemsize == 2 else 0
+def masters(case: Case) -> float:
+    return stored(case, case.device_masters)
 
 
-def states_on_host(case: Case) -> float:
-    """Return the bytes of masters and moments of one rank."""
-    return master_bytes(case) + moment_bytes(case) if offloads(case) and case.offload_optimizer == "cpu" else 0
+def moments(case: Case) -> float:
+    return stored(case, case.device_states)
 
 
-def states_on_nvme(case: Case) -> float:
-    return master_bytes(case) + moment_bytes(case) if offloads(case) and case.offload_optimizer == "nvme" else 0
-
-
-def gradients_on_host(case: Case) -> float:
-    return gradient_bytes(case) if offloads(case) else 0
+def gradient_bytes(case: Case) -> float:
+    """Return the bytes of gradients in any tier at the end of backward."""
+    return stored(case, case.device_gradients) + stored(case, case.host_gradients)
 
 
 def host_parameters(case: Case) -> float:
     """Return the host bytes of parameters of a node."""
-    return case.gpus * parameters_on_host(case)
+    return case.gpus * stored(case, case.host_parameters)
 
 
 def host_gradients(case: Case) -> float:
-    return case.gpus * gradients_on_host(case)
+    return case.gpus * stored(case, case.host_gradients)
 
 
 def host_states(case: Case) -> float:
-    return case.gpus * states_on_host(case)
+    return case.gpus * stored(case, case.host_masters_and_states)
 
 
 def host_processes(case: Case) -> float:
@@ -208,21 +124,21 @@ def host_bytes(case: Case) -> float:
     return host_parameters(case) + host_gradients(case) + host_states(case) + host_processes(case)
 
 
+def host_room(case: Case) -> float:
+    """Return the host memory that a job may use."""
+    return case.host_memory * HOST_SHARE
+
+
 def nvme_parameters(case: Case) -> float:
-    return case.gpus * parameters_on_nvme(case)
+    return case.gpus * stored(case, case.nvme_parameters)
 
 
 def nvme_states(case: Case) -> float:
-    return case.gpus * states_on_nvme(case)
+    return case.gpus * stored(case, case.nvme_masters_and_states)
 
 
 def nvme_bytes(case: Case) -> float:
     return nvme_parameters(case) + nvme_states(case)
-
-
-def host_room(case: Case) -> float:
-    """Return the host memory that a job may use."""
-    return case.host_memory * HOST_SHARE
 
 
 # -- gathered parameters -----------------------------------------------------------------------------------------------
@@ -245,20 +161,20 @@ def blocks_ahead(case: Case) -> float:
 
 def gathered_at_loss(case: Case) -> float:
     elements = table_weights(case) + (blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
-    return 0 if stored_unsharded(case) else case.itemsize * elements
+    return 0 if case.stays_unsharded else case.itemsize * elements
 
 
 def gathered_in_backward(case: Case) -> float:
     """Return the bytes in backward. The head is resharded, unless it is tied to the embedding."""
     blocks = max(1, blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
-    return 0 if stored_unsharded(case) else case.itemsize * (blocks + (table_weights(case) if case.tied else 0))
+    return 0 if case.stays_unsharded else case.itemsize * (blocks + (table_weights(case) if case.tied else 0))
 
 
 def gathered_at_end(case: Case) -> float:
     """Return the bytes at the end of backward: the first two blocks, if the limit allows both."""
     blocks = min(2, case.layers) if 2 * block_weights(case) <= MAX_LIVE else 1
     elements = blocks * block_weights(case) + (table_weights(case) if case.tied else 0)
-    return 0 if stored_unsharded(case) else case.itemsize * elements
+    return 0 if case.stays_unsharded else case.itemsize * elements
 
 
 # -- gradients on the device -------------------------------------------------------------------------------------------
@@ -266,7 +182,7 @@ def gathered_at_end(case: Case) -> float:
 
 def held_from_before(case: Case) -> float:
     """Return the bytes of accumulated gradients during forward."""
-    return gradient_bytes(case) if case.accumulates and not offloads(case) else 0
+    return stored(case, case.device_gradients) if case.accumulates else 0
 
 
 def whole_at_end(case: Case) -> float:
@@ -282,19 +198,19 @@ def on_device(case: Case, found: float) -> float:
     """Return the bytes of gradients on the device, where offloaded ones are only until they are copied."""
     largest = max(table_weights(case), block_weights(case))
     sent = (COPIES_IN_FLIGHT + 1) * case.itemsize * largest + COPIES_IN_FLIGHT * 4 * largest / world(case)
-    return min(found, sent) if offloads(case) else found
+    return min(found, sent) if case.streamed_itemsize > 0 else found
 
 
 def gradients_in_backward(case: Case) -> float:
     """Return the bytes in backward: unsharded gradients of the head and a block, and the first reduced ones."""
     whole = case.itemsize * (table_weights(case) + block_weights(case))
-    reduced = 0 if world(case) == 1 else reduced_itemsize(case) * head_weights(case) / world(case)
+    reduced = 0 if world(case) == 1 else case.reduced_itemsize * head_weights(case) / world(case)
     first = whole + (held_from_before(case) if case.accumulates else reduced)
-    return on_device(case, gradient_bytes(case) if case.accumulates and keeps_whole_gradient(case) else first)
+    return on_device(case, gradient_bytes(case) if case.accumulates and case.reduces_in_place else first)
 
 
 def gradients_at_end(case: Case) -> float:
-    whole = 0 if keeps_whole_gradient(case) or world(case) == 1 else case.itemsize * whole_at_end(case)
+    whole = 0 if case.reduces_in_place or world(case) == 1 else case.itemsize * whole_at_end(case)
     return on_device(case, gradient_bytes(case) + whole)
 
 
@@ -442,20 +358,10 @@ def logits(case: Case) -> float:
     return at_peak(case, logits_at_loss(case), 0, 0, 0)
 
 
-def masters(case: Case) -> float:
-    return 0 if offloads(case) else master_bytes(case)
-
-
-def moments(case: Case) -> float:
-    return 0 if offloads(case) else moment_bytes(case)
-
-
 def streamed_chunks(case: Case) -> float:
     """Return the bytes of chunks of offloaded states that are streamed through the GPU."""
-    elements = max(table_weights(case), block_weights(case)) / world(case)
-    weight = 2 + case.master_rest if splits_masters(case) else 4
-    largest = elements * (weight + 2 * case.state_itemsize + reduced_itemsize(case))
-    return IN_FLIGHT * min(CHUNK_BYTES, largest) if offloads(case) else 0
+    largest = max(table_weights(case), block_weights(case)) / world(case)
+    return IN_FLIGHT * min(CHUNK_BYTES, largest * case.streamed_itemsize)
 
 
 def workspaces(case: Case) -> float:

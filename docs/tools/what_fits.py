@@ -1,21 +1,25 @@
 """Write docs/what-fits.html, a page for trying shapes, machines and settings. `make docs` runs this script.
 
-The template `what_fits.html` has the page and its script, `formulas.py` the arithmetic. This file defines the controls,
-their values, and the formula behind each row of a table.
+The template `what_fits.html` has the page and its script, `planned_states.py` the model states of each setting by
+onefold's plan, `formulas.py` the rest of the arithmetic. This file defines the controls, their values, and the formula
+behind each row of a table.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import astuple, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import formulas
+from case import PerElement
+from planned_states import SETTING, planned_states
 from to_javascript import translate_module
 
 from onefold.plan import Placement
 from onefold.plan.plan import TABLE
-from onefold.plan.state_formats import BLOCK, SIGNED, SPLIT_8, SPLIT_16
 from onefold.tools.estimate.machines import GB, GPUS, find_machine
 from onefold.tools.estimate.question import DEFAULT_CONFIG, settings_for
 from onefold.tools.estimate.shapes import SHAPES
@@ -55,13 +59,6 @@ CHOICES: dict[str, list[Any]] = {
     "state_dtype": ["fp32", "int8"],
     "master_dtype": ["fp32", "bf16_int16", "bf16_int8"],
 }
-
-_SPLIT = [form.parts[1].dtype.itemsize for form in (SPLIT_16, SPLIT_8)]
-FORMATS: dict[str, dict[str, float]] = {
-    "state_dtype": {"fp32": 4, "int8": sum(part.numel(BLOCK) * part.dtype.itemsize for part in SIGNED.parts) / BLOCK},
-    "master_dtype": {"fp32": 0, "bf16_int16": _SPLIT[0], "bf16_int8": _SPLIT[1]},
-}
-"""Bytes per element of moments, and of a master in addition to its weight."""
 
 GPU_KINDS = {
     "parameters": "stored_parameters",
@@ -105,6 +102,32 @@ def settings() -> dict[str, dict[str, Any]]:
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
+def planned_table() -> dict[str, Any]:
+    """Return the planned model states of all settings. Equal rows, and equal `PerElement`s in them, are stored once.
+
+    `places` has the row of each setting, in the order of the choices: the last of `SETTING` varies fastest, then
+    whether a step accumulates, then whether there are several GPUs.
+    """
+    found = [
+        planned_states({**dict(zip(SETTING, setting, strict=False)), "accumulation": steps, "gpus": gpus, "nodes": 1})
+        for *setting, steps, gpus in product(*(CHOICES[name] for name in SETTING), (1, 2), (1, 2))
+    ]
+    elements = list(dict.fromkeys(value for row in found for value in row.values() if isinstance(value, PerElement)))
+    rows = [
+        tuple(elements.index(value) if isinstance(value, PerElement) else value for value in row.values())
+        for row in found
+    ]
+    unique = list(dict.fromkeys(rows))
+    return {
+        "setting": SETTING,
+        "columns": {name: isinstance(value, PerElement) for name, value in found[0].items()},
+        "fields": [field.name for field in fields(PerElement)],
+        "elements": [astuple(each) for each in elements],
+        "rows": unique,
+        "places": [unique.index(row) for row in rows],
+    }
+
+
 def page() -> str:
     """Return docs/what-fits.html."""
     stages = {stage: [placement is Placement.SHARDED for placement in row] for stage, row in TABLE.items()}
@@ -113,7 +136,7 @@ def page() -> str:
         "defaults": DEFAULTS,
         "stops": STOPS,
         "choices": CHOICES,
-        "formats": FORMATS,
+        "planned": planned_table(),
         "stages": stages,
         "machines": machines(),
         "settings": settings(),

@@ -1,4 +1,4 @@
-"""A loop of one's own with accelerate. Nothing in here knows of onefold.
+"""Train with accelerate in a hand-written loop. The script does not import onefold.
 
 accelerate launch --config_file zero3.yaml accelerate_loop.py out [EPOCHS]
 """
@@ -16,7 +16,7 @@ from transformers import get_linear_schedule_with_warmup
 
 
 def main() -> None:
-    # Without a GPU accelerate has to be told the backend; with one it is NCCL by itself.
+    # Without a GPU, accelerate needs the name of the backend.
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=backend)])
     set_seed(1)

@@ -1,4 +1,6 @@
-"""Direct preference optimisation with TRL: a model, and a frozen one to compare with. Nothing in here knows of onefold.
+"""Train with direct preference optimization of TRL, with a frozen reference model.
+
+The script does not import onefold.
 
 deepspeed --num_gpus 2 dpo.py --deepspeed ds_zero3.json --output_dir out --max_steps 20
 """

@@ -1,5 +1,6 @@
-"""Group relative policy optimisation with TRL: the model writes, and is rewarded for long words. Nothing in here knows
-of onefold.
+"""Train with group relative policy optimization of TRL, with a reward for long words.
+
+The script does not import onefold.
 
     deepspeed --num_gpus 2 grpo.py --deepspeed ds_zero3.json --output_dir out --max_steps 20 --num_generations 2
 """

@@ -1,8 +1,8 @@
-"""Adapters of PEFT's other than plain LoRA, one after another, by name. Nothing in here knows of onefold.
+"""Train PEFT adapters other than plain LoRA, one after another, by name. The script does not import onefold.
 
 deepspeed --num_gpus 2 peft_methods.py --deepspeed ds_zero3.json --output_dir out --max_steps 20 dora,ia3,prefix
 
-AdaLoRA needs gradients between backward and step, where transformers' Trainer calls nobody: it has a loop of its own.
+AdaLoRA needs gradients between backward and step, where transformers' Trainer has no callback. It has a separate loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS: dict[str, Callable[[], peft.PeftConfig]] = {
         init_r=6, target_r=3, tinit=1, tfinal=1, total_step=6, target_modules=ATTENTION, task_type=TASK
     ),
 }
-# PEFT computes what it saves of these on rank 0 alone, so their parameters must be whole there.
+# PEFT computes the saved tensors of these on rank 0 only, so their parameters must be unsharded there.
 WHOLE_WHEN_SAVED = {"prompt", "prefix"}
 
 
@@ -56,7 +56,7 @@ def with_trainer(name: str, arguments: TrainingArguments) -> list[float]:
 
 
 def with_a_loop(arguments: TrainingArguments) -> list[float]:
-    """AdaLoRA: after each backward it weighs its ranks by their gradients, and masks those that matter least."""
+    """Train AdaLoRA, which after each backward rates its components by gradient and masks the least important."""
     import deepspeed
 
     config = json.loads(Path(str(arguments.deepspeed)).read_text())
@@ -67,7 +67,7 @@ def with_a_loop(arguments: TrainingArguments) -> list[float]:
         "optimizer": {"type": "AdamW", "params": {"lr": arguments.learning_rate}},
     }  # fmt: skip
     del config["scheduler"]
-    known = HfDeepSpeedConfig(config)  # transformers shards as it builds for as long as this lives
+    known = HfDeepSpeedConfig(config)  # while this object exists, transformers builds models sharded
     words = tiny.tokenizer()
     model = adapted("adalora", words)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -89,7 +89,7 @@ def main() -> None:
     *given, names = sys.argv[1:]
     found = {}
     for name in names.split(","):
-        # Anew for each: they set accelerate up, and Trainer writes the sizes of its model into them.
+        # Parse again for each method, because Trainer writes the sizes of its model into the arguments.
         (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(given)
         found[name] = with_a_loop(arguments) if name == "adalora" else with_trainer(name, arguments)
     if arguments.process_index == 0:

@@ -1,4 +1,4 @@
-"""A reward model with TRL: of two texts the better one gets the higher score. Nothing in here knows of onefold.
+"""Train a reward model with TRL: the better of two texts gets the higher score. The script does not import onefold.
 
 deepspeed --num_gpus 2 reward.py --deepspeed ds_zero3.json --output_dir out --max_steps 20
 """
@@ -14,7 +14,7 @@ from trl import RewardConfig, RewardTrainer
 
 
 def model(words: tiny.PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A new one with a head for one score, on the model in the folder that the variable MODEL names if there is one."""
+    """Return a model with a head for one score: new, or from the folder in the environment variable MODEL."""
     if "MODEL" in os.environ:
         return AutoModelForSequenceClassification.from_pretrained(os.environ["MODEL"], num_labels=1)
     config = tiny.llama(words)

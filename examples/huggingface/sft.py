@@ -1,5 +1,6 @@
-"""Supervised fine-tuning with TRL: the whole model, LoRA (`--lora`), or LoRA over a frozen base in 4 bits (`--qlora`).
-Nothing in here knows of onefold.
+"""Fine-tune with TRL: the whole model, LoRA (`--lora`), or LoRA on a frozen 4-bit base (`--qlora`).
+
+The script does not import onefold.
 
 deepspeed --num_gpus 2 sft.py --deepspeed ds_zero2.json --output_dir out --max_steps 20 [--lora | --qlora]
 """

@@ -1,5 +1,7 @@
-"""What the scripts of this folder share: a small Llama built from its config, a tokenizer trained on the spot, and
-sentences. Nothing is downloaded. `python tiny.py FOLDER` saves the model and its tokenizer.
+"""Model, tokenizer and data of the scripts in this folder.
+
+The model is a small Llama built from its config, and the tokenizer is trained at the start. Nothing is downloaded.
+`python tiny.py FOLDER` saves both.
 """
 
 from __future__ import annotations
@@ -32,24 +34,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A new model, or the one in the folder that the variable MODEL names."""
+    """Return a new model, or the one in the folder in the environment variable MODEL."""
     if "MODEL" in os.environ:
         return AutoModelForCausalLM.from_pretrained(os.environ["MODEL"])
     return AutoModelForCausalLM.from_config(llama(words))
 
 
 def model_in_4_bits() -> PreTrainedModel:
-    """The same, its linear layers quantized by bitsandbytes as it is loaded from a folder, and frozen."""
+    """Load the model from the folder in MODEL. bitsandbytes quantizes its linear layers, which are frozen."""
     quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     if "MODEL" not in os.environ:
         raise SystemExit(
-            "weights are quantized as they are loaded: python tiny.py base, then MODEL=base for this script"
+            "Weights are quantized while they are loaded. Run `python tiny.py base`, then this script with MODEL=base."
         )
     return AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], quantization_config=quantized)
 
 
 def llama(words: PreTrainedTokenizerFast) -> LlamaConfig:
-    """A small one, of 85 thousand parameters."""
+    """Return the config of a Llama with 85 thousand parameters."""
     return LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -64,7 +66,7 @@ def llama(words: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def examples(words: PreTrainedTokenizerFast) -> list[dict[str, torch.Tensor]]:
-    """Sentences as tokens, with themselves as labels."""
+    """Return the tokens of each sentence, which are also its labels."""
     ids = [torch.tensor([*words(text)["input_ids"], words.eos_token_id]) for text in SENTENCES]
     longest = max(map(len, ids))
     rows = [torch.nn.functional.pad(row, (0, longest - len(row)), value=words.pad_token_id) for row in ids]
@@ -72,7 +74,7 @@ def examples(words: PreTrainedTokenizerFast) -> list[dict[str, torch.Tensor]]:
 
 
 def show(trainer: Any) -> None:
-    """The losses of a Trainer, as one line of JSON that tests compare."""
+    """Print the losses of a Trainer as one line of JSON, which tests compare."""
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -1,4 +1,4 @@
-"""transformers' Trainer with a ds_config.json. Nothing in here knows of onefold.
+"""Train with transformers' Trainer and a ds_config.json. The script does not import onefold.
 
 deepspeed --num_gpus 2 trainer.py --deepspeed ds_zero3.json --output_dir out --max_steps 20
 """

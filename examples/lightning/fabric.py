@@ -1,4 +1,4 @@
-"""A loop of one's own with Lightning's Fabric and its DeepSpeed strategy. Nothing in here knows of onefold.
+"""Train with Lightning's Fabric and its DeepSpeed strategy. The script does not import onefold.
 
 python fabric.py out --stage 3 --precision bf16-mixed
 """
@@ -16,23 +16,19 @@ from net import Net, loaders
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a small model, save, train on, load what was saved, and train on again. Both ways must end "
-        "alike. The last line is JSON: losses, losses after the load, the loss on other rows."
+        description="Train a small model, save it and train on. Then load the checkpoint and train on again. Both runs "
+        "must end with the same losses. The last line is JSON: losses, losses after the load, validation loss."
     )
     parser.add_argument("out", help="folder for the checkpoint")
-    parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3), help="1: states, 2: and gradients, 3: and "
-                        "parameters are sharded over the ranks")  # fmt: skip
-    parser.add_argument(
-        "--offload", action="store_true", help="optimizer states (in stage 3 parameters too) on the host"
-    )
+    parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3), help="shard 1: optimizer states, 2: and "
+                        "gradients, 3: and parameters")  # fmt: skip
+    parser.add_argument("--offload", action="store_true", help="offload optimizer states, in stage 3 also parameters")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json instead of --stage and --offload")
     parser.add_argument("--precision", default="bf16-mixed", help="32-true, bf16-mixed or 16-mixed")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs of this machine, a rank on each")
-    parser.add_argument(
-        "--num_nodes", type=int, default=1, help="machines; start the script on each with NODE_RANK set"
-    )
-    parser.add_argument("--steps", type=int, default=6, help="steps before the save, and again after it")
-    parser.add_argument("--batch", type=int, default=8, help="rows a rank in a batch")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs of this node, one rank on each")
+    parser.add_argument("--num_nodes", type=int, default=1, help="nodes; start the script on each with NODE_RANK set")
+    parser.add_argument("--steps", type=int, default=6, help="steps before the save, and after it")
+    parser.add_argument("--batch", type=int, default=8, help="rows per rank and batch")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a small transformer, and rows of numbers that count. Nothing is downloaded."""
+"""Model and data of the scripts in this folder: a small transformer, and rows of numbers. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_WORDS, LENGTH = 32, 16
 
 
 class Net(nn.Module):
-    """Tells the next number of a row; returns the loss."""
+    """A transformer that predicts the next number of a row, and returns the loss."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def rows(count: int, seed: int) -> Dataset[tuple[torch.Tensor, ...]]:
-    """Each row starts somewhere and counts on in steps of 1 to 3."""
+    """Return rows that start at a random number and increase by 1 to 3 per element."""
     random = torch.Generator().manual_seed(seed)
     first = torch.randint(NUM_WORDS, (count, 1), generator=random)
     step = torch.randint(1, 4, (count, 1), generator=random)
@@ -40,6 +40,6 @@ def rows(count: int, seed: int) -> Dataset[tuple[torch.Tensor, ...]]:
 
 
 def loaders(batch: int, num_steps: int, num_ranks: int) -> tuple[DataLoader[torch.Tensor], DataLoader[torch.Tensor]]:
-    """For training, `num_steps` batches a rank, and for validation."""
+    """Return data loaders for training, with `num_steps` batches per rank, and for validation."""
     train, valid = rows(batch * num_steps * num_ranks, seed=1), rows(2 * batch * num_ranks, seed=2)
     return DataLoader(train, batch_size=batch), DataLoader(valid, batch_size=batch)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its DeepSpeed strategy. Nothing in here knows of onefold.
+"""Train with Lightning's Trainer and its DeepSpeed strategy. The script does not import onefold.
 
 python trainer.py out --strategy deepspeed_stage_3 --precision bf16-mixed
 """
@@ -39,7 +39,7 @@ class Counting(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.losses.append(self.all_gather(self.loss).float().mean().item())  # of all ranks
+        self.losses.append(self.all_gather(self.loss).float().mean().item())  # the mean over all ranks
 
     def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
         self.log("eval_loss", self(batch[0]), sync_dist=True)
@@ -56,21 +56,19 @@ class Counting(L.LightningModule):
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small model for two epochs, then again from the checkpoint after the first. Both must "
-        "end alike. The last line is JSON: losses, losses of the resumed run, validation after each epoch."
+        "end with the same losses. The last line is JSON: losses, resumed losses, validation losses."
     )
-    parser.add_argument("out", help="folder for checkpoints, and for weights.pt: fp32 weights in one file")
+    parser.add_argument("out", help="folder for checkpoints, and for fp32 weights in one file (weights.pt)")
     parser.add_argument("--strategy", default="deepspeed_stage_2", help="deepspeed_stage_1, _2, _3, _2_offload, ...")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json instead of the strategy's own settings")
     parser.add_argument("--precision", default="bf16-mixed", help="32-true, bf16-mixed or 16-mixed")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs of this machine, a rank on each")
-    parser.add_argument(
-        "--num_nodes", type=int, default=1, help="machines; start the script on each with NODE_RANK set"
-    )
-    parser.add_argument("--steps", type=int, default=6, help="batches a rank in an epoch")
-    parser.add_argument("--batch", type=int, default=8, help="rows a rank in a batch")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches in an optimizer step; should divide --steps")
-    parser.add_argument("--clip", type=float, default=1.0, help="the largest norm of a step's gradient")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after its rise")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs of this node, one rank on each")
+    parser.add_argument("--num_nodes", type=int, default=1, help="nodes; start the script on each with NODE_RANK set")
+    parser.add_argument("--steps", type=int, default=6, help="batches per rank and epoch")
+    parser.add_argument("--batch", type=int, default=8, help="rows per rank and batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step; should divide --steps")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate after warmup")
     return parser.parse_args()
 
 

@@ -11,6 +11,7 @@ from onefold.comm.collective import (
     AllGatherOp,
     Collective,
     ErrorFeedback,
+    Ledger,
     PeerExchange,
     Pending,
     Reduction,
@@ -21,9 +22,8 @@ from onefold.comm.connections import is_backend_error
 from onefold.comm.consensus import Item, assert_same_by_exchange, assert_same_on_all_ranks, num_comparisons
 from onefold.comm.exchange import Exchange
 from onefold.comm.fake_group import FakeGroup, make_fake_collective
-from onefold.comm.guard import Guard
-from onefold.comm.hang_detector import Disagreement, world_detector
-from onefold.comm.ledger import Ledger
+from onefold.comm.guard import Disagreement, Guard
+from onefold.comm.hang_detector import world_detector
 from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
 from onefold.comm.native import AllToAll, Native
 from onefold.comm.quantized import Quantized, Wires

@@ -1,16 +1,18 @@
-"""Small exchanges between the hosts of all ranks: rows of integers, vectors and texts."""
+"""Small exchanges between the hosts of all ranks: rows of integers, vectors, texts, bytes for rank 0, and clocks."""
 
 from __future__ import annotations
 
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from onefold.comm.collective import Ledger
 from onefold.comm.guard import Guard
-from onefold.comm.ledger import Ledger
+from onefold.comm.hang_detector import world_detector
 from onefold.comm.mesh import Group
 from onefold.recorder import Track, recorded
 
@@ -18,6 +20,9 @@ ROW = 16
 # How long to sleep between two polls of an exchange, in seconds: a fifth of the wait so far, so that no wait lasts much
 # longer than its exchange.
 _SHORTEST, _LONGEST, _PART = 0.00002, 0.02, 0.2
+_CLOCK_ROUNDS = 8
+# Tags beyond those of exchanges in flight and of probes.
+_CLOCK_TAG, _DATA_TAG = (1 << 20) + 3, (1 << 20) + 4
 
 
 class Agreement:
@@ -25,7 +30,8 @@ class Agreement:
 
     def __init__(self, group: Group, ledger: Ledger) -> None:
         self.group = group
-        self.guard = Guard() if group.is_fake else Guard(group.host_group, group.process_group)
+        groups = (group.host_group, group.process_group)
+        self.guard = Guard() if group.is_fake else world_detector().make_guard(*groups)
         self._ledger = ledger
 
     def synchronize(
@@ -65,7 +71,7 @@ class Agreement:
             work.wait()
         return torch.stack(rows)
 
-    def publish(self, what: str, text: str, rank: int = 0) -> str:
+    def broadcast_text(self, what: str, text: str, rank: int = 0) -> str:
         """Return one rank's text on all ranks."""
         data = bytearray(text.encode())
         length = self.synchronize(what, [len(data)])[rank][0]
@@ -89,3 +95,70 @@ def as_integer(number: float) -> int:
 def as_float(integer: int) -> float:
     """Return the float that `as_integer` was given."""
     return float(struct.unpack("<d", struct.pack("<q", integer))[0])
+
+
+# -- one timeline file for all ranks -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """The offset from this rank's `perf_counter_ns` to rank 0's, and its largest error in either direction."""
+
+    nanoseconds: int = 0
+    error: int = 0
+
+
+def clock_offset(agreement: Agreement) -> ClockOffset:
+    """Measure the offset of this rank's clock. All ranks call this together.
+
+    Rank 0 sends each rank the time several times. The error of an answer is at most half its round-trip time, so the
+    fastest one is used.
+    """
+    group = agreement.group
+    agreement.synchronize("the clocks of a timeline", [])
+    if group.size == 1:
+        return ClockOffset()
+    with agreement.guard.waiting_for("the clocks of a timeline"):
+        if group.rank:
+            return min((_measure_offset(group) for _ in range(_CLOCK_ROUNDS)), key=lambda offset: offset.error)
+        for rank in range(1, group.size):
+            for _ in range(_CLOCK_ROUNDS):
+                _receive(group, rank, torch.zeros(1, dtype=torch.int64), _CLOCK_TAG)
+                _send(group, rank, torch.tensor([time.perf_counter_ns()]), _CLOCK_TAG)
+    return ClockOffset()
+
+
+def _measure_offset(group: Group) -> ClockOffset:
+    """Ask rank 0 for its time once."""
+    theirs = torch.zeros(1, dtype=torch.int64)
+    before = time.perf_counter_ns()
+    _send(group, 0, theirs, _CLOCK_TAG)
+    _receive(group, 0, theirs, _CLOCK_TAG)
+    after = time.perf_counter_ns()
+    return ClockOffset(int(theirs) - (before + after) // 2, (after - before + 1) // 2)
+
+
+def bytes_for_first(agreement: Agreement, what: str, data: bytes) -> list[bytes]:
+    """Return every rank's bytes in rank order on rank 0, an empty list elsewhere. All ranks call this together."""
+    group = agreement.group
+    lengths = [row[0] for row in agreement.synchronize(what, [len(data)])]
+    if group.size == 1:
+        return [data]
+    with agreement.guard.waiting_for(what):
+        if group.rank:
+            _send(group, 0, torch.frombuffer(bytearray(data), dtype=torch.uint8), _DATA_TAG)
+            return []
+        found = [data]
+        for rank in range(1, group.size):
+            received = torch.empty(lengths[rank], dtype=torch.uint8)
+            _receive(group, rank, received, _DATA_TAG)
+            found.append(received.numpy().tobytes())
+        return found
+
+
+def _send(group: Group, rank: int, tensor: torch.Tensor, tag: int) -> None:
+    dist.send(tensor, group.global_rank(rank), group=group.host_group, tag=tag)
+
+
+def _receive(group: Group, rank: int, tensor: torch.Tensor, tag: int) -> None:
+    dist.recv(tensor, group.global_rank(rank), group=group.host_group, tag=tag)

@@ -7,7 +7,6 @@ one way to wake it: gloo closes the pairs of a group when a receive times out, N
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -86,26 +85,3 @@ class Connections:
             with suppress(RuntimeError):
                 group._get_backend(torch.device("cuda")).abort()
         self.are_broken.set()
-
-
-_last_event: torch.cuda.Event | None = None
-
-
-def record_device_launch(event: torch.cuda.Event) -> None:
-    """Keep the event recorded behind the collective that was launched last on the device."""
-    global _last_event
-    _last_event = event
-
-
-def has_device_work() -> bool:
-    """Return whether the collective that was launched last on the device has not ended."""
-    event = _last_event
-    return event is not None and not event.query()
-
-
-def wait_for_device(seconds: float) -> None:
-    """Wait until the collective that was launched last has ended, for so many seconds at most."""
-    deadline = time.monotonic() + seconds
-    with suppress(RuntimeError):
-        while has_device_work() and time.monotonic() < deadline:
-            time.sleep(0.01)

@@ -4,7 +4,7 @@
 A rank that is set up differently, or never comes, must not take part in a collective: sizes would not match, or match
 by accident. Each rank counts itself in the store of the process group, under the digest of its own description. When
 all ranks have come, one more read shows whether all have the same digest. Only if they do not, the first rank of each
-digest publishes its description, and every rank raises the same error with the first difference. The keys of a
+digest sends its description, and every rank raises the same error with the first difference. The keys of a
 comparison are removed in the next one.
 """
 
@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onefold.comm.agreement import Agreement
-from onefold.comm.hang_detector import Disagreement, HangDetector, world_detector
+from onefold.comm.guard import Disagreement
+from onefold.comm.hang_detector import HangDetector, world_detector
 from onefold.comm.mesh import timeout_of
 from onefold.comm.wait_notes import name_ranks
 from onefold.log import logger

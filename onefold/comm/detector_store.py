@@ -51,7 +51,7 @@ class DetectorStore:
     # -- notes --------------------------------------------------------------------------------------------------
 
     def write_note(self, note: WaitNote) -> None:
-        """Publish this rank's note. A store that cannot be reached is ignored: its node may be gone."""
+        """Write this rank's note. A store that cannot be reached is ignored: its node may be gone."""
         with suppress(RuntimeError):
             self._num_written += 1
             self.connection.set(self.key("wait", self._rank), json.dumps([*astuple(note), self._num_written]))
@@ -90,7 +90,7 @@ class DetectorStore:
     # -- processes that have ended ------------------------------------------------------------------------------
 
     def write_end(self, num_launched: int) -> None:
-        """Publish that this rank's process ends."""
+        """Write that this rank's process ends."""
         with suppress(RuntimeError):
             self.connection.set(self.key("ended", self._rank), str(num_launched))
 
@@ -99,7 +99,7 @@ class DetectorStore:
         return self._has("ended", rank)
 
     def write_heartbeat(self) -> None:
-        """Publish that this rank is alive, once a second at most."""
+        """Write that this rank is alive, once a second at most."""
         if time.monotonic() - self._last_beat >= _BEAT_SECONDS:
             self._last_beat = time.monotonic()
             self.connection.set(self.key("alive", self._rank), str(self._last_beat))

@@ -13,14 +13,10 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import AllGatherOp, CommStream, PeerExchange, Pending, Reduction
-from onefold.comm.ledger import Ledger
+from onefold.comm.collective import AllGatherOp, CommStream, Ledger, PeerExchange, Pending, Reduction
 from onefold.comm.mesh import Group
 from onefold.comm.tree import add_tree
 from onefold.pool import Pool
-
-# The ledger's group for traffic between nodes.
-ACROSS = "across"
 
 _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
@@ -65,7 +61,7 @@ class Exchange:
             for op in ops:
                 own, tag = op.place_input(self.group.rank, self.group.size), self.reserve_tag()
                 span, size = op.span or self.group.size, own.numel()
-                for peer in self.group.peers_within(span):
+                for peer in self.group.peers if span == self.group.size else self.group.peers_within(span):
                     yield PeerExchange(peer, own, op.output.narrow(0, peer % span * size, size)), tag
 
         return self._start("gather", exchanges())
@@ -101,9 +97,9 @@ class Exchange:
 
     def _launch(self, exchanges: Iterable[tuple[PeerExchange, int]]) -> list[dist.Work]:
         operations: list[dist.P2POp] = []
-        group = self.group.process_group
+        group, global_ranks = self.group.process_group, self.group.global_ranks
         for each, tag in exchanges:
-            peer = self.group.global_rank(each.peer)
+            peer = global_ranks[each.peer]
             if each.incoming.numel():
                 operations.append(dist.P2POp(dist.irecv, each.incoming, peer, group, tag))
             if each.outgoing.numel():
@@ -131,7 +127,7 @@ def count_sent(ledger: Ledger, operation: str, group: Group, sent: Mapping[int, 
     """Count one call that sends `sent[peer]` bytes to each peer."""
     by_axis: dict[str, int] = {}
     for peer, num_bytes in sent.items():
-        axis = group.axis if group.is_near(peer) else ACROSS
+        axis = group.axes[peer]
         by_axis[axis] = by_axis.get(axis, 0) + num_bytes
     for axis, num_bytes in (by_axis or {group.axis: 0}).items():
         ledger.count(operation, axis, num_bytes)

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import Collective, PeerExchange
+from onefold.comm.collective import Collective, Ledger, PeerExchange
 from onefold.comm.exchange import Exchange
-from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import DATA_AXIS, Group
 from onefold.comm.native import AllToAll, Native
 from onefold.comm.nodes import Nodes

@@ -5,8 +5,8 @@
 and for some seconds around waits without an engine. It is joined when the last engine is closed and before the
 interpreter finalizes, because a thread inside the store or the backend would abort a process that finalizes.
 
-*What is published.* The program's threads call `waiting_for(name)` around everything that waits for other ranks, and
-around launches of collectives. On this path the name is recorded in memory, nothing more (`rank_activity.py`). Four
+*What is reported.* The program's threads call `waiting_for(name)` around everything that waits for other ranks, and
+around launches of collectives. On this path the name is recorded in memory, nothing more (`guard.py`). Four
 times a second the thread takes a snapshot. If a wait lasts, the thread writes a `WaitNote` to the store of the process
 group, and reads the notes of the other ranks (`detector_store.py`). A rank that blocks in a torch.distributed call of
 the user's program is found by its stack, and has a note too (`main_thread.py`). A rank whose process ends in an orderly
@@ -50,10 +50,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from onefold.comm.connections import Connections, has_device_work, is_backend_error, wait_for_device
+from onefold.comm.connections import Connections, is_backend_error
 from onefold.comm.detector_store import DetectorStore
+from onefold.comm.guard import Activity, Disagreement, Guard, RankActivity, Wait, has_device_work, wait_for_device
 from onefold.comm.main_thread import MainThreadProbe
-from onefold.comm.rank_activity import Activity, CurrentWait, PassTracker, RankActivity
 from onefold.comm.wait_notes import WaitNote, describe, describe_loss, is_ahead, is_stuck
 from onefold.log import logger
 
@@ -69,10 +69,6 @@ _JOIN_SECONDS = 10.0
 _WAKE_SECONDS = 1.0
 
 
-class Disagreement(RuntimeError):
-    """Ranks are set up differently, wait for different things, or one of them has ended."""
-
-
 class HangDetector:
     """Compares what this rank waits for with the other ranks of a process group."""
 
@@ -83,24 +79,30 @@ class HangDetector:
         self.verdict: str | None = None
         self.store = DetectorStore(self.rank, self.size, generation, _STALE)
         self.connections = Connections(world, self.rank)
-        self._activity = RankActivity()
+        self.activity = RankActivity()
         self._main_thread = MainThreadProbe()
         self._user_group: dist.ProcessGroup | None = None
         self._previous_notes: dict[int, WaitNote] = {}
         # When to break connections. Set with the verdict; the detector's thread acts on it and clears it.
         self._break_at: float | None = None
         self._holders: set[int] = set()
-        self._thread = _PeriodicThread("onefold-watch", self._look_safely, self._is_needed)
+        self._thread = _PeriodicThread("onefold-watch", self.activity, self._look_safely, self._is_needed)
 
     # -- the interface of the program's threads -----------------------------------------------------------------
 
-    def waiting_for(
-        self, what: str, tracker: PassTracker | None = None, *, launches: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context that publishes a wait for other ranks, or with `launches` the launch of a collective."""
-        if self.size == 1:
-            return nullcontext()
-        return _Wait(self, CurrentWait(what, tracker), launches)
+    def make_guard(self, *groups: dist.ProcessGroup) -> Guard:
+        """Return the guard of an engine that communicates over these groups."""
+        for group in groups:
+            self.connections.add(group)
+        return Guard(self)
+
+    def waiting_for(self, what: str) -> AbstractContextManager[None]:
+        """Return a context around a wait for other ranks that no engine makes."""
+        return nullcontext() if self.size == 1 else Wait(self, what)
+
+    def start_thread(self) -> None:
+        """Start the thread unless it runs."""
+        self._thread.start()
 
     def check(self) -> None:
         """Raise `Disagreement` if the job is stuck."""
@@ -113,6 +115,12 @@ class HangDetector:
         logger.error("%s", verdict)
         # Every rank looks once more before any connection breaks, so that all report the same verdict.
         self._break_at = time.monotonic() + 2 * _PERIOD
+
+    def fail(self, verdict: str) -> NoReturn:
+        """Raise a verdict that every rank has reached, and end the waits of devices for each other."""
+        if self.connections.device_waits:
+            self.announce(verdict)
+        self.raise_verdict(verdict)
 
     def raise_verdict(self, verdict: str, cause: BaseException | None = None) -> NoReturn:
         """Raise the verdict, once the device does not wait for other ranks any more.
@@ -145,30 +153,30 @@ class HangDetector:
         """Stop the thread for good."""
         self._thread.stop(for_good=True)
 
-    def publish_end(self) -> None:
-        """Stop the thread, and publish that this process ends."""
+    def report_end(self) -> None:
+        """Stop the thread, and write to the store that this process ends."""
         self.close()
         if self.size > 1:
-            self.store.write_end(self._activity.snapshot().num_launched)
+            self.store.write_end(self.activity.snapshot().num_launched)
 
     def break_connections(self) -> None:
         """End every wait for other ranks, here and on them."""
         self.connections.break_all(self._user_group)
 
-    def _end_failed_wait(self, wait: CurrentWait, error: BaseException | None) -> None:
+    def end_failed_wait(self, wait: Wait, error: BaseException | None) -> None:
         """End a wait that raised, or during which a verdict was reached: a broken wait may look like a success."""
         backend_error = error if error is not None and is_backend_error(error) else None
         verdict = self._explain(wait, backend_error) if backend_error is not None else self.verdict
-        self._activity.end_wait(wait)
+        self.activity.end_wait(wait)
         if verdict is not None and (error is None or backend_error is not None):
             self.raise_verdict(verdict, error)
 
-    def _explain(self, wait: CurrentWait, error: BaseException) -> str:
+    def _explain(self, wait: Wait, error: BaseException) -> str:
         """Return the verdict for an error of the backend, by what is known about the other ranks."""
         with suppress(RuntimeError):
             self.verdict = self.verdict or self.store.read_verdict()
         if self.verdict is None:
-            mine = self._note_of_wait(wait, self._activity.snapshot())
+            mine = self._note_of_wait(wait, self.activity.snapshot())
             self.store.write_note(mine)
             notes = {**self.store.read_notes(alive=False), self.rank: mine}
             waiting = {rank: note for rank, note in notes.items() if not note.computes}
@@ -185,10 +193,22 @@ class HangDetector:
             self.verdict = verdict
         return self.verdict
 
+    # -- requests to leave the recorded order -------------------------------------------------------------------
+
+    def write_request(self, pass_number: int) -> None:
+        """Request that all ranks leave the recorded order in a pass."""
+        if self.size > 1:
+            self.store.write_request(pass_number)
+
+    def furthest_progress(self, pass_number: int) -> int:
+        """Return the largest number of launches in a pass among ranks that wait and have seen a request for it."""
+        notes = self.store.read_notes(alive=False).values()
+        return max((note.progress for note in notes if note.pass_number == pass_number and note.saw_request), default=0)
+
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _is_needed(self) -> bool:
-        activity = self._activity.snapshot()
+        activity = self.activity.snapshot()
         is_used = bool(self._holders) or activity.wait is not None or time.monotonic() - activity.changed_at <= _IDLE
         return is_used and dist.group.WORLD is self.world
 
@@ -200,7 +220,7 @@ class HangDetector:
                 self._look_without_store()
 
     def look(self) -> None:
-        """Publish this rank's note, compare the notes of all ranks, and act on a verdict."""
+        """Write this rank's note, compare the notes of all ranks, and act on a verdict."""
         if self._break_at is not None:
             if time.monotonic() > self._break_at:
                 self.break_connections()
@@ -208,7 +228,7 @@ class HangDetector:
             return
         if self.connections.device_waits and self._holders:
             self.store.write_heartbeat()
-        activity = self._activity.snapshot()
+        activity = self.activity.snapshot()
         mine = self._own_note(activity)
         if mine is None:
             self._previous_notes = {}
@@ -223,7 +243,7 @@ class HangDetector:
             self.announce(verdict)
 
     def _look_without_store(self) -> None:
-        mine = self._own_note(self._activity.snapshot())
+        mine = self._own_note(self.activity.snapshot())
         is_waiting = mine is not None and mine.lasts and self.verdict is None
         if mine is not None and is_waiting and self.rank != 0 and self.connections.is_closed(0):
             self.announce(describe_loss([0], {self.rank: mine}))
@@ -253,10 +273,10 @@ class HangDetector:
         self._user_group = call.group
         return WaitNote(0, call.what, ours=False, ranks=call.ranks, lasts=True)
 
-    def _note_of_wait(self, wait: CurrentWait, activity: Activity) -> WaitNote:
+    def _note_of_wait(self, wait: Wait, activity: Activity) -> WaitNote:
         lasts = time.monotonic() - wait.since >= PATIENCE
         note = WaitNote(wait.number, wait.what, lasts=lasts, launched=activity.num_launched)
-        return self._with_progress(note, wait.tracker)
+        return self._with_progress(note, wait.guard)
 
     def _note_of_device(self, activity: Activity) -> WaitNote | None:
         """Return the note of a rank that has begun no wait and no launch for a while, where the device waits."""
@@ -267,16 +287,16 @@ class HangDetector:
             return None
         what = f"its own computation, after it had launched the {activity.last_launch}"
         note = WaitNote(activity.num_waits, what, ours=False, lasts=stalled >= PATIENCE, computes=True)
-        return self._with_progress(replace(note, launched=activity.num_launched), activity.last_tracker)
+        return self._with_progress(replace(note, launched=activity.num_launched), activity.last_guard)
 
-    def _with_progress(self, note: WaitNote, tracker: PassTracker | None) -> WaitNote:
+    def _with_progress(self, note: WaitNote, guard: Guard | None) -> WaitNote:
         """Add the engine's progress, and deliver a request of another rank for that pass."""
-        if tracker is None:
+        if guard is None:
             return note
-        pass_number, num_launched = tracker.progress
-        if not tracker.saw_request(pass_number) and self.store.has_request(pass_number):
-            tracker.deliver_request(pass_number)
-        saw_request = tracker.saw_request(pass_number)
+        pass_number, num_launched = guard.progress
+        if not guard.saw_request(pass_number) and self.store.has_request(pass_number):
+            guard.deliver_request(pass_number)
+        saw_request = guard.saw_request(pass_number)
         return replace(note, pass_number=pass_number, progress=num_launched, saw_request=saw_request)
 
     # -- ranks that have died, and devices that wait for too long -----------------------------------------------
@@ -301,36 +321,13 @@ class HangDetector:
         )
 
 
-class _Wait:
-    """The context of a wait. A class instead of a generator, because every launch of a collective makes one."""
-
-    __slots__ = ("_detector", "_launches", "_wait")
-
-    def __init__(self, detector: HangDetector, wait: CurrentWait, launches: bool) -> None:
-        self._detector, self._wait, self._launches = detector, wait, launches
-
-    def __enter__(self) -> None:
-        detector = self._detector
-        if detector.verdict is not None:
-            detector.raise_verdict(detector.verdict)
-        detector._activity.begin_wait(self._wait, self._launches)
-        if not detector._thread.is_running:
-            detector._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        detector = self._detector
-        if error is None and detector.verdict is None:
-            detector._activity.end_wait(self._wait)
-        else:
-            detector._end_failed_wait(self._wait, error)
-
-
 class _PeriodicThread:
     """A daemon thread that calls `work` every period while `is_needed` returns True."""
 
-    def __init__(self, name: str, work: Callable[[], None], is_needed: Callable[[], bool]) -> None:
-        self._name, self._work, self._is_needed = name, work, is_needed
-        self.is_running = False
+    def __init__(
+        self, name: str, activity: RankActivity, work: Callable[[], None], is_needed: Callable[[], bool]
+    ) -> None:
+        self._name, self._activity, self._work, self._is_needed = name, activity, work, is_needed
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
@@ -344,7 +341,7 @@ class _PeriodicThread:
         """Start the thread unless it runs, or was stopped for good."""
         with self._starting:
             if self._thread is None and not self._is_over:
-                self.is_running, self._stop = True, threading.Event()
+                self._activity.is_watched, self._stop = True, threading.Event()
                 self._thread = threading.Thread(target=self._run, args=(self._stop,), name=self._name, daemon=True)
                 self._thread.start()
 
@@ -352,7 +349,7 @@ class _PeriodicThread:
         """Stop the thread and join it."""
         self._is_over = self._is_over or for_good
         self._stop.set()
-        thread, self._thread, self.is_running = self._thread, None, False
+        thread, self._thread, self._activity.is_watched = self._thread, None, False
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
 
@@ -360,7 +357,7 @@ class _PeriodicThread:
         while not stop.wait(_PERIOD) and self._is_needed():
             self._work()
         if self.is_current:
-            self._thread, self.is_running = None, False
+            self._thread, self._activity.is_watched = None, False
             if self._is_needed():  # a wait has begun after the last check
                 self.start()
 
@@ -402,4 +399,4 @@ def _end_process() -> None:
         if _detector is not None and any(thread.is_alive() for thread in _communicating_threads):
             _detector.break_connections()
     if _detector is not None:
-        _detector.publish_end()
+        _detector.report_end()

@@ -2,7 +2,7 @@
 
 [Note: calls of the user's program]
 A rank may wait in a collective of the user's program (a barrier, the reduction of a metric) while others wait for it in
-the engine's. Such a call publishes nothing, so the detector reads the stack of the main thread. The thread counts as
+the engine's. Such a call records nothing, so the detector reads the stack of the main thread. The thread counts as
 blocked if all of this holds for the detector's patience:
 
 * The innermost Python frames are torch's, one of them in torch.distributed. Or the innermost frame is the user's and

@@ -35,6 +35,8 @@ from onefold.comm.hang_detector import world_detector
 from onefold.comm.nodes import Nodes
 
 DATA_AXIS = "data"
+# The ledger's group for traffic between nodes.
+ACROSS = "across"
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 DEFAULT_TIMEOUT_MINUTES = 10.0
@@ -94,7 +96,7 @@ def init_distributed(
             world_size=world_size,
             timeout=timeout,
         )
-    world_detector()  # publishes the end of this process from here on: others may wait for it in initialize
+    world_detector()  # reports the end of this process from here on: others may wait for it in initialize
 
 
 def _switch_off_torch_handlers() -> None:
@@ -252,7 +254,17 @@ class Group:
         """Return a rank of this group as a rank of the default group."""
         return dist.get_global_rank(self.process_group, rank)
 
-    @property
+    @cached_property
+    def global_ranks(self) -> list[int]:
+        """The rank in the default group of each rank."""
+        return [self.global_rank(rank) for rank in range(self.size)]
+
+    @cached_property
+    def axes(self) -> list[str]:
+        """The ledger's group for traffic to each rank."""
+        return [self.axis if self.is_near(rank) else ACROSS for rank in range(self.size)]
+
+    @cached_property
     def peers(self) -> list[int]:
         """The other ranks, from the next one upwards, so that ranks do not all send to the same one first."""
         return self.peers_within(self.size)

@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Pending, Reduction
-from onefold.comm.exchange import ACROSS, Exchange, count_sent
-from onefold.comm.ledger import Ledger
-from onefold.comm.mesh import Group
-from onefold.comm.reduce_chunks import GradChunk, split_into_rounds
-from onefold.comm.tree import add_tree
+from onefold.comm.collective import AllGatherOp, CollectiveWrapper, Ledger, Pending, Reduction
+from onefold.comm.exchange import Exchange, count_sent
+from onefold.comm.mesh import ACROSS, Group
+from onefold.comm.tree import GradChunk, add_tree, split_into_rounds
 
 
 class Native(CollectiveWrapper):
@@ -50,13 +48,13 @@ class Native(CollectiveWrapper):
     def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         group, ledger = self.group, self._ledger
         spanned = [op for op in ops if op.span is not None]
-        whole = [op for op in ops if op.span is None]
+        over_all = [op for op in ops if op.span is None]
         others = self._plain.start_gather(spanned) if spanned else Pending(lambda: None)
         with self._comm_stream.enter(), ledger.timed("gather", group.axis):
-            lines = [op.output for op in whole]
-            own = [op.place_input(group.rank, group.size) for op in whole]
-            works = self._launch("all_gather", lines, own) if whole else []
-            if whole:
+            lines = [op.output for op in over_all]
+            own = [op.place_input(group.rank, group.size) for op in over_all]
+            works = self._launch("all_gather", lines, own) if over_all else []
+            if over_all:
                 self._count_gathered(sum(slice_.nbytes for slice_ in own) * (group.size - 1))
 
         def complete() -> None:

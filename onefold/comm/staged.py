@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from onefold.comm.collective import AllGatherOp, CommStream, PeerExchange, Pending, Reduction
+from onefold.comm.collective import AllGatherOp, CommStream, Ledger, PeerExchange, Pending, Reduction
 from onefold.comm.exchange import Exchange
-from onefold.comm.ledger import Ledger
 from onefold.comm.mesh import Group
 from onefold.recorder import carried
 

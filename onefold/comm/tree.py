@@ -1,4 +1,4 @@
-"""Sums over ranks in one fixed order: a balanced binary tree, in fp32.
+"""Sums over ranks in one fixed order, a balanced binary tree in fp32; and gradients split into chunks to be summed.
 
 [Note: one order of addition]
 Neighbouring ranks are added in pairs, then neighbouring pairs, and so on. An odd one is added at the next level:
@@ -12,14 +12,18 @@ On a CUDA device a Triton kernel gives the same bits in one pass over memory (`c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from onefold.comm.collective import Reduction
 from onefold.gpu_kernels import kernels_of
 
 # Elements added at once on a CPU, so that partial sums stay in cache.
 _CHUNK = 1 << 17
+# The most bytes that a rank receives in one round. Larger gradients take several rounds.
+INBOX_BYTES = 1 << 27
 
 _kernels = kernels_of("onefold.comm.tree_kernel", "sums over ranks")
 
@@ -108,3 +112,41 @@ def _join(branches: Mapping[range, torch.Tensor], first: int, last: int) -> torc
     middle = first + _half(last - first)
     left, right = _join(branches, first, middle), _join(branches, middle, last)
     return torch.add(left.to(sum_dtype(left.dtype)), right)
+
+
+# -- chunks of gradients -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GradChunk:
+    """Columns of a gradient that are sent together.
+
+    Row k is sent to rank k. The sum of the rows that this rank receives is stored in `target`, or added to it.
+    """
+
+    rows: torch.Tensor
+    target: torch.Tensor
+    add: bool
+
+
+def split_into_rounds(
+    reductions: Sequence[Reduction], sources: Sequence[torch.Tensor], num_ranks: int
+) -> Iterator[list[GradChunk]]:
+    """Yield the rounds of some reductions. `sources` are their gradients in the dtype of the transport."""
+    pairs, batch = zip(reductions, sources, strict=True), list[GradChunk]()
+    for chunk in (chunk for reduction, source in pairs for chunk in _split(reduction, source, num_ranks)):
+        if batch and sum(each.rows.nbytes for each in [*batch, chunk]) > INBOX_BYTES:
+            yield batch
+            batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch
+
+
+def _split(reduction: Reduction, source: torch.Tensor, num_ranks: int) -> Iterator[GradChunk]:
+    if not source.numel():
+        return
+    rows = source.view(num_ranks, -1)
+    width = max(1, INBOX_BYTES // rows[:, :1].nbytes)
+    for start in range(0, rows.shape[1], width):
+        yield GradChunk(rows[:, start : start + width], reduction.target[start : start + width], reduction.add)

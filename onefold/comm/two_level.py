@@ -27,8 +27,7 @@ import torch
 
 from onefold.comm.collective import AllGatherOp, Collective, CollectiveWrapper, PeerExchange, Pending, Reduction
 from onefold.comm.mesh import Group
-from onefold.comm.reduce_chunks import GradChunk, split_into_rounds
-from onefold.comm.tree import add_branches, add_tree, branches_of, sum_dtype
+from onefold.comm.tree import GradChunk, add_branches, add_tree, branches_of, split_into_rounds, sum_dtype
 from onefold.pool import Pool
 
 

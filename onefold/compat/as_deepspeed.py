@@ -12,17 +12,17 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.abc import Loader
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from onefold.compat.finder import ROOT, AliasLoader
+
 VERSION = "0.19.8+onefold"
 """DeepSpeed's version whose names and behaviour are followed, marked as ours."""
 
 NAME = "deepspeed"
-_OURS = "onefold.compat.deepspeed"
 
 # Modules that ask once, when they are imported, whether there is a DeepSpeed.
 _ASK_EARLY = (
@@ -42,7 +42,7 @@ def register_as_deepspeed() -> None:
     (`pip install ./packaging/deepspeed`).
     """
     found = sys.modules.get(NAME)
-    if found is not None and found is not sys.modules.get(_OURS):
+    if found is not None and found is not sys.modules.get(ROOT):
         raise RuntimeError(
             f"DeepSpeed itself is imported already, from {getattr(found, '__file__', None)}: call "
             "onefold.register_as_deepspeed() before anything imports deepspeed"
@@ -62,7 +62,7 @@ def answer_imports() -> ModuleType:
     """Make `deepspeed` and its submodules find onefold, for the installed distribution. Return the package."""
     if not _is_answered():
         sys.meta_path.insert(0, _Finder(with_metadata=False))
-    sys.modules[NAME] = importlib.import_module(_OURS)
+    sys.modules[NAME] = importlib.import_module(ROOT)
     return sys.modules[NAME]
 
 
@@ -79,39 +79,18 @@ class _Finder(DistributionFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != NAME and not fullname.startswith(f"{NAME}."):
             return None
-        ours = _OURS + fullname.removeprefix(NAME)
+        ours = ROOT + fullname.removeprefix(NAME)
         found = importlib.util.find_spec(ours)
         if found is None:
             return None
         is_package = found.submodule_search_locations is not None
-        spec = importlib.machinery.ModuleSpec(fullname, _Loader(ours), origin=found.origin, is_package=is_package)
+        spec = importlib.machinery.ModuleSpec(fullname, AliasLoader(ours), origin=found.origin, is_package=is_package)
         spec.submodule_search_locations = found.submodule_search_locations
         return spec
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         if self._with_metadata and (context is None or context.name in (None, NAME)):
             yield _Metadata()
-
-
-class _Loader(Loader):
-    """Loads a module of onefold under its second name, so that there is one module and one set of classes."""
-
-    def __init__(self, ours: str) -> None:
-        self._ours = ours
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._ours)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has set that of the second name
-
-    def get_code(self, fullname: str) -> Any:
-        """Return the code that `python -m deepspeed.launcher.runner` runs."""
-        spec = importlib.util.find_spec(self._ours)
-        assert spec is not None
-        return spec.loader.get_code(self._ours)  # type: ignore[union-attr]
 
 
 class _Metadata(Distribution):

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from onefold.engine.offloaded_states import OffloadedStates, OffloadStateTypeEnum
-from onefold.runtime.torch_functions import reads_no_values
-from onefold.runtime.torch_internals import tensors_in
+from onefold.runtime.torch_internals import reads_no_values, tensors_in
 
 _data: Any = torch.Tensor.data
 

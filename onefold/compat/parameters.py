@@ -38,7 +38,7 @@ class LiveStatus:
     def now(self) -> ZeroParamStatus:
         parameter = self._parameter()
         assert parameter is not None
-        param, _ = self._handle.place_of(parameter)
+        param, _ = self._handle.location_of(parameter)
         if param.stays_unsharded:
             return ZeroParamStatus.AVAILABLE
         if self._handle.in_flight:
@@ -85,7 +85,7 @@ def _gather_together(params: Iterable[nn.Parameter]) -> MultipleAllGatherHandles
 
 def _add_attributes(parameter: nn.Parameter, handle: ParamHandle) -> None:
     """Set the attributes of a parameter that has got a handle."""
-    param, index = handle.place_of(parameter)
+    param, index = handle.location_of(parameter)
     member, unsharded = param.layout.members[index], param.stays_unsharded
     if not param.plan.shards_parameters or member.start == member.stop:  # a parameter without elements has no shards
         return

@@ -1,10 +1,10 @@
 """Reading of DeepSpeed's JSON or Accelerate's YAML into a frozen `Config`, without tensors or process groups."""
 
 from onefold.config.checks import Batch, check_topology, num_replicas, solve_batch
-from onefold.config.keys import ConfigError
 from onefold.config.read import check_built, load_config
 from onefold.config.schema import ActivationCheckpointing, Aio, Config
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.errors import ConfigError
 
 __all__ = [
     "ActivationCheckpointing", "Aio", "Batch", "Config", "ConfigError", "LeafModule", "OffloadOptimizer",

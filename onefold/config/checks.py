@@ -11,10 +11,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from onefold.config.keys import ConfigError, SectionKey, walk, wrong
+from onefold.config.keys import SectionKey, walk, wrong
 from onefold.config.params import is_8bit
 from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
+from onefold.errors import ConfigError
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
@@ -49,7 +50,7 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         param = replace(param, device="cpu", **pins)
     if pins and not (zero.cpu_offload or zero.cpu_offload_param):
         given.old_spellings.append(
-            "zero_optimization.cpu_offload_use_pin_memory: nothing reads it without zero_optimization.cpu_offload"
+            "zero_optimization.cpu_offload_use_pin_memory: it has no effect without zero_optimization.cpu_offload"
         )
     optimizer = replace(optimizer, **_settle_offload("offload_optimizer", optimizer, read=True))
     param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
@@ -60,7 +61,7 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         asked = given.values.get("onefold.state_dtype", "int8")
         if asked != "int8":
             raise ConfigError(
-                f"optimizer.type = {config.optimizer.type} has states of 8 bits, and onefold.state_dtype = {asked}; "
+                f"optimizer.type = {config.optimizer.type} selects 8-bit states, but onefold.state_dtype = {asked}; "
                 "keep one of them"
             )
     return replace(
@@ -90,8 +91,8 @@ def _folder(path: str, given: str) -> str:
         raise wrong(path, given, "the name of a folder")
     if "$" in folder or folder.startswith("~"):
         raise ConfigError(
-            f"{path} = {given!r}: {folder!r} is left of it, so it names a variable or a user that is not known here; "
-            "export the variable on every node, or write the folder out"
+            f"{path} = {given!r}: {folder!r} contains a variable or a user that is not known on this node; export the "
+            "variable on every node, or write the whole path"
         )
     return folder
 
@@ -104,10 +105,10 @@ def _has_content(section: OptimizerSection | SchedulerSection | None) -> bool:
 def _move_offload(given: GivenKeys, old: str, new: str) -> None:
     path = f"zero_optimization.{new}"
     if f"{path}.device" in given.values:
-        raise ConfigError(f"zero_optimization.{old} and {path}.device are two spellings of one key; keep {path}")
+        raise ConfigError(f"zero_optimization.{old} and {path}.device are two spellings of one key. Keep {path}.")
     given.values[f"{path}.device"] = "cpu"
     given.mentioned.add(f"{path}.device")
-    given.old_spellings.append(f"zero_optimization.{old}: the old spelling of {path}.device = cpu")
+    given.old_spellings.append(f"zero_optimization.{old}: an old spelling of {path}.device = cpu")
 
 
 # -- contradictions --------------------------------------------------------------------------------------------------
@@ -123,50 +124,50 @@ def check(config: Config) -> None:
 def _contradictions(config: Config) -> Iterator[str]:
     zero, fp16, bf16, autocast = config.zero_optimization, config.fp16, config.bf16, config.torch_autocast
     if fp16.enabled and bf16.enabled:
-        yield "fp16.enabled and bf16.enabled exclude each other; set one of them to false"
+        yield "fp16.enabled and bf16.enabled are both true. Set one of them to false."
     if autocast.enabled and config.compute_dtype not in ("fp32", config.autocast_dtype):
         yield (
-            f"torch_autocast.dtype = {config.autocast_dtype}, but the parameters are {config.compute_dtype}; write "
-            f"{config.compute_dtype}, or set {config.compute_dtype}.enabled to false"
+            f"torch_autocast.dtype = {config.autocast_dtype}, but the parameters are {config.compute_dtype}. Write "
+            f"{config.compute_dtype}, or set {config.compute_dtype}.enabled to false."
         )
     if autocast.enabled and autocast.dtype == "fp32":
-        yield "torch_autocast.dtype = fp32: autocast needs a lower precision; write bf16 or fp16"
+        yield "torch_autocast.dtype = fp32, but autocast needs a lower precision. Write bf16 or fp16."
     wanted, has = config.data_types.param_dtype, config.compute_dtype
     if wanted is not None and wanted != has:
-        fix = "leave out data_types.param_dtype" if wanted == "fp32" else f"set {wanted}.enabled to true"
-        yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled make it {has}; {fix}"
+        fix = "Leave out data_types.param_dtype" if wanted == "fp32" else f"Set {wanted}.enabled to true"
+        yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled select {has}. {fix}."
     if bf16.enabled and bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads; set both, or onefold.state_dtype"
+        yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Set both, or onefold.state_dtype."
     yield from _state_contradictions(config)
     masters = {"fp16": fp16.fp16_master_weights_and_grads, "bf16": bf16.bf16_master_weights_and_grads}
     for name, on in masters.items():
         if on and zero.stage == 0:
-            yield f"{name}.{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3; leave it out"
+            yield f"{name}.{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3. Leave it out."
     others = {"zero_optimization.zenflow": zero.zenflow, "compile.deepcompile": config.compile.deepcompile}
     for name, asked in others.items():
         if asked and config.gradient_allreduce_op == "sum":
-            yield f"gradient_allreduce_op = sum does not go with {name}; write mean, and scale the loss"
+            yield f"gradient_allreduce_op = sum cannot be combined with {name}; write mean, and scale the loss"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         yield (
-            "zero_optimization.offload_optimizer needs stage 1, 2 or 3 (stage is 0); "
-            "set zero_optimization.stage, or leave offload_optimizer out"
+            "zero_optimization.offload_optimizer needs stage 1, 2 or 3 (stage is 0). "
+            "Set zero_optimization.stage, or leave offload_optimizer out."
         )
     for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if offload.device == "nvme" and not offload.nvme_path:
             path = f"zero_optimization.{name}"
-            yield f"{path}.device = nvme needs a folder on the drive; add {path}.nvme_path"
+            yield f"{path}.device = nvme needs a folder on the NVMe drive. Set {path}.nvme_path."
     examples = ("optimizer", config.optimizer, "AdamW"), ("scheduler", config.scheduler, "WarmupLR")
     for name, section, example in examples:
         if section is not None and not section.type:
-            yield f'{name}.type is missing; name the class, for example "{example}"'
+            yield f'{name}.type is missing. Name the class, for example "{example}".'
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
         yield (
-            f"optimizer.params.max_grad_norm = {config.optimizer.params['max_grad_norm']!r}: optimizers do not clip; "
-            f"write it as the top-level key gradient_clipping"
+            f"optimizer.params.max_grad_norm = {config.optimizer.params['max_grad_norm']!r}: optimizers do not clip. "
+            f"Set the top-level key gradient_clipping instead."
         )
     steps = config.onefold.trace.steps
     if steps is not None and steps[0] > steps[1]:
-        yield f"onefold.trace.steps = {list(steps)}: the first step comes after the last; write {[*reversed(steps)]}"
+        yield f"onefold.trace.steps = {list(steps)}: the first step is after the last. Write {[*reversed(steps)]}."
     # The batch keys must allow some whole number of ranks. `solve_batch` checks the actual number.
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -174,8 +175,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     if train is not None and train % product:
         yield (
             f"train_batch_size {train} is not a multiple of train_micro_batch_size_per_gpu {micro or 'any'} x "
-            f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits; "
-            f"for example train_batch_size {max(1, round(train / product)) * product}"
+            f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits. "
+            f"Write for example train_batch_size {max(1, round(train / product)) * product}."
         )
 
 
@@ -183,16 +184,16 @@ def _state_contradictions(config: Config) -> Iterator[str]:
     own, bf16 = config.onefold, config.bf16
     if own.master_dtype != "fp32" and not bf16.enabled:
         yield (
-            f"onefold.master_dtype = {own.master_dtype} is of bf16 weights, and bf16.enabled is not true; "
-            "set it, or leave master_dtype out"
+            f"onefold.master_dtype = {own.master_dtype} needs bf16 weights; set bf16.enabled to true, or leave "
+            "master_dtype out"
         )
     if bf16.enabled and bf16.bf16_master_weights_and_grads and own.master_dtype not in ("fp32", "bf16"):
-        yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ; keep one"
+        yield f"bf16.bf16_master_weights_and_grads and onefold.master_dtype = {own.master_dtype} differ. Keep one."
     if bf16.enabled and bf16.bf16_optimizer_states and own.state_dtype not in ("fp32", "bf16"):
-        yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ; keep one of them"
+        yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ. Keep one of them."
     name = config.optimizer.type if config.optimizer is not None else ""
     if is_8bit(name) and bf16.enabled and bf16.bf16_optimizer_states:
-        yield f"optimizer.type = {name} has states of 8 bits, and bf16.bf16_optimizer_states is set; keep one of them"
+        yield f"optimizer.type = {name} selects 8-bit states, but bf16.bf16_optimizer_states is set; keep one of them"
 
 
 # -- notices and refusals for the given keys -------------------------------------------------------------------------
@@ -217,10 +218,12 @@ def find_notices(config: Config, given: GivenKeys) -> list[str]:
         if uses_nvme or not path.startswith("aio."):
             lines += _notice(config, given, path, entry, value)
     if not uses_nvme and any(path.startswith("aio.") for path in given.values):
-        lines.append("aio: nothing is offloaded to NVMe, so nothing reads it")
+        lines.append("aio: it has no effect unless states are offloaded to NVMe")
     for name, device in devices.items():
         if getattr(zero, name).nvme_path and device != "nvme":
-            lines.append(f"zero_optimization.{name}.nvme_path: only device nvme reads it (device is {device})")
+            lines.append(
+                f"zero_optimization.{name}.nvme_path: it has no effect unless device is nvme (device is {device})"
+            )
     lines += _without_effect(config, {path for path, entry, value in _entries(given) if entry.is_requested(value)})
     return lines
 
@@ -233,46 +236,46 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
     zero, own = config.zero_optimization, config.onefold
     if zero.stage == 3 and zero.offload_param.device != "none" and zero.offload_optimizer.device == "none":
         yield (
-            "zero_optimization.offload_param: shards are cast from masters, which are stored on the device without "
+            "zero_optimization.offload_param: shards are cast from master weights, which stay on the device without "
             "zero_optimization.offload_optimizer; only frozen parameters are offloaded"
         )
     if config.data_types.keep_in_fp32_modules and config.compute_dtype == "fp32":
-        yield "data_types.keep_in_fp32_modules: buffers follow no other format without bf16.enabled or fp16.enabled"
+        yield "data_types.keep_in_fp32_modules: it has no effect without bf16.enabled or fp16.enabled"
     fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
     for name in ("device_memory", "host_memory"):
         if getattr(own, name) is not None and not fills_tiers:
-            yield f'onefold.{name}: only zero_optimization.offload_optimizer.ratio "auto" reads it'
+            yield f'onefold.{name}: it has no effect unless zero_optimization.offload_optimizer.ratio is "auto"'
     if fills_tiers and zero.offload_optimizer.max_in_cpu:
         yield (
-            "zero_optimization.offload_optimizer.max_in_cpu: with ratio "
-            '"auto" the host is filled up to onefold.host_memory'
+            'zero_optimization.offload_optimizer.max_in_cpu: it has no effect with ratio "auto", which fills host '
+            "memory up to onefold.host_memory"
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
-        yield "onefold.trace.path: nothing is written without onefold.trace.steps or onefold.trace.memory_snapshot"
+        yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
     if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
-        yield f"onefold.int8_min_numel: nothing reads it without onefold.state_dtype = int8 (it is {own.state_dtype})"
+        yield f"onefold.int8_min_numel: it has no effect without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and config.state_dtype == "fp32":
-        yield "onefold.fp32_state_names: all states are fp32 without onefold.state_dtype"
+        yield "onefold.fp32_state_names: it has no effect, because all states are fp32 without onefold.state_dtype"
     if own.offloaded_step != "auto" and (zero.offload_optimizer.device == "none" or own.delayed_host_step):
         cause = "with" if own.delayed_host_step else "without"
         other = "onefold.delayed_host_step" if own.delayed_host_step else "zero_optimization.offload_optimizer"
-        yield f"onefold.offloaded_step: nothing reads it {cause} {other}"
+        yield f"onefold.offloaded_step: it has no effect {cause} {other}"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
-        yield "onefold.delayed_host_step: nothing reads it without zero_optimization.offload_optimizer"
+        yield "onefold.delayed_host_step: it has no effect without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
-        yield "communication_data_type: with zero_optimization.zero_quantized_gradients gradients are integers"
+        yield "communication_data_type: it has no effect with zero_optimization.zero_quantized_gradients"
     if "onefold.node_sums_dtype" in asked and (own.collective != "auto" or zero.zero_quantized_gradients):
         cause = "zero_optimization.zero_quantized_gradients" if own.collective == "auto" else "onefold.collective"
-        yield f"onefold.node_sums_dtype: with this {cause} node sums have no data type"
+        yield f"onefold.node_sums_dtype: it has no effect with this {cause}"
     if zero.mics_shard_size == 0:
         yield "zero_optimization.mics_shard_size = 0: states are sharded over all ranks, as with -1"
     if zero.stage == 3 and zero.overlap_comm is False and "zero_optimization.stage3_prefetch_bucket_size" in asked:
-        yield "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead where overlap_comm is false"
+        yield "zero_optimization.stage3_prefetch_bucket_size: it has no effect if overlap_comm is false"
     if config.gradient_allreduce_op == "sum":
         divides = ("prescale_gradients", "gradient_predivide_factor")
-        yield from (f"{name}: gradient_allreduce_op sum divides nothing" for name in divides if name in asked)
+        yield from (f"{name}: it has no effect with gradient_allreduce_op sum" for name in divides if name in asked)
     elif config.prescale_gradients and "gradient_predivide_factor" in asked:
-        yield "gradient_predivide_factor: prescale_gradients divides by the number of ranks before adding"
+        yield "gradient_predivide_factor: it has no effect with prescale_gradients, which divides by all ranks"
     if config.fp16.loss_scale > 0 and _scales_loss(config):
         fixed = (f"fp16.{name}" for name in _DYNAMIC)
         yield from (f"{path}: it has no effect with a fixed fp16.loss_scale" for path in fixed if path in asked)
@@ -293,15 +296,14 @@ def _notice(config: Config, given: GivenKeys, path: str, entry: SectionKey, valu
     if key.notice is not None and entry.is_requested(value):
         yield f"{shown}: {key.notice}"
     elif key.from_stage > stage and _is_intended(entry, value):
-        stages = "stage 3 reads it" if key.from_stage == 3 else f"stages {key.from_stage} to 3 read it"
-        yield f"{shown}: only {stages} (stage is {stage})"
+        yield f"{shown}: it has no effect below stage {key.from_stage} (stage is {stage})"
     elif key.switch is not None and entry.is_requested(value) and not _is_on(config, path, entry):
         switch = f"{path.rpartition('.')[0]}.{key.switch}"
         needed = switch if key.needs is None else f"{switch} = {key.needs}"
         has = f" (it is {json.dumps(attrgetter(switch)(config))})" if switch in given.mentioned else ""
-        yield f"{shown}: nothing reads it without {needed}{has}"
+        yield f"{shown}: it has no effect without {needed}{has}"
     elif entry.is_free and key.refused is not None and value and not _only_switches(value):
-        yield f"{path}: it is off, so nothing else in it is read"
+        yield f"{path}: the feature is off, so its other keys have no effect"
 
 
 def _is_on(config: Config, path: str, entry: SectionKey) -> bool:
@@ -359,13 +361,13 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     the accumulation is 1.
     """
     if world_size < 1:
-        raise ConfigError(f"world size {world_size}: there is at least one rank")
+        raise ConfigError(f"world size {world_size}: expected at least 1")
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     if train is None and micro is None:
         has = "" if accumulation is None else f" in addition to gradient_accumulation_steps {accumulation}"
-        raise ConfigError(f"batch size not set: add train_micro_batch_size_per_gpu or train_batch_size{has}")
+        raise ConfigError(f"the batch size is not set. Add train_micro_batch_size_per_gpu or train_batch_size{has}.")
     if train is not None and micro is not None and accumulation is None:
         accumulation = _divide(train, micro, world_size, "gradient_accumulation_steps", "micro")
     accumulation = accumulation or 1
@@ -376,7 +378,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     if train is not None and product != train:
         raise ConfigError(
             f"train_batch_size {train} is not micro {micro} x accumulation {accumulation} x world {world_size} = "
-            f"{product}; write train_batch_size {product}, or leave one of the three keys out"
+            f"{product}. Write train_batch_size {product}, or leave one of the three keys out"
             f"{_rank_hint(train, micro * accumulation, world_size)}"
         )
     return Batch(product, micro, accumulation, world_size)
@@ -388,7 +390,7 @@ def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> in
         nearest = max(1, round(train / product)) * product
         raise ConfigError(
             f"{missing} = train_batch_size {train} / ({name} {by} x world {world_size} = {product}) is "
-            f"{train / product:.4g}, not a whole number; write train_batch_size {nearest}"
+            f"{train / product:.4g}, not a whole number. Write train_batch_size {nearest}"
             f"{_rank_hint(train, by, world_size)}"
         )
     return train // product
@@ -402,11 +404,11 @@ def _rank_hint(train: int, by: int, world_size: int) -> str:
     """
     if train == by:
         return (
-            f" (it fits 1 rank, and there are {world_size}. Without a GPU accelerate sees one process: pass "
+            f" (it fits 1 rank, but there are {world_size}. Without a GPU, accelerate detects one process: pass "
             "use_cpu=True to TrainingArguments, or to Accelerator "
             "kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
         )
-    return f" (it fits {train // by} ranks: were they all started?)" if train % by == 0 else ""
+    return f" (it fits {train // by} ranks: check that all of them are started)" if train % by == 0 else ""
 
 
 def check_topology(config: Config, world_size: int) -> None:
@@ -414,8 +416,8 @@ def check_topology(config: Config, world_size: int) -> None:
     zero = config.zero_optimization
     if config.onefold.node_sums_dtype == "fp16" and not config.fp16.enabled:
         raise ConfigError(
-            'onefold.node_sums_dtype = "fp16" needs fp16.enabled: without a loss scale sums overflow. Use "bf16" or '
-            '"fp32"'
+            'onefold.node_sums_dtype = "fp16" needs fp16.enabled, because sums overflow without a loss scale. Use '
+            '"bf16" or "fp32".'
         )
     sizes = {"onefold.node_size": config.onefold.node_size}
     if zero.stage == 3:
@@ -424,17 +426,17 @@ def check_topology(config: Config, world_size: int) -> None:
     for path, size in sizes.items():
         if size and world_size % size:
             fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job; these do: {fit}")
+            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job. Use one of {fit}.")
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:
-        raise ConfigError("zero_optimization.mics_shard_size = 1 shards nothing: that is stage 0")
+        raise ConfigError("zero_optimization.mics_shard_size = 1 does not shard anything; use stage 0")
     hpz, quantized = zero.zero_hpz_partition_size > 1, zero.zero_quantized_gradients
     for name, asked in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
         if asked:
             raise ConfigError(
-                f"zero_optimization.mics_shard_size keeps gathers inside its groups and adds gradients in two hops of "
-                f"its own: leave out {name}, or mics_shard_size"
+                f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
+                f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
             )
 
 

@@ -14,20 +14,18 @@ from typing import Any
 import yaml
 
 from onefold.config.keys import (
-    MAX_DIGITS,
-    ConfigError,
     Key,
     as_number,
     is_absent,
     is_comment,
     join,
     read_as,
-    shown,
     spellings,
     without_comments,
     wrong,
 )
 from onefold.config.zero_optimization import ZeroOptimization
+from onefold.errors import MAX_DIGITS, ConfigError, shown
 
 _MAX_DEPTH = 50
 _MAX_BYTES = 1 << 26
@@ -46,7 +44,7 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)  # a limit, because a device such as /dev/zero has no end
         if len(data) > _MAX_BYTES:
-            raise ConfigError(f"{path}: larger than {_MAX_BYTES >> 20} MiB, so it is not a config")
+            raise ConfigError(f"{path}: not a config, because it is larger than {_MAX_BYTES >> 20} MiB")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file ({error})") from error
@@ -55,7 +53,9 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
         if decoded is not None:
             return parse_json(decoded, "base64 config")
         if isinstance(source, str) and source.lstrip().startswith("{"):
-            raise ConfigError("the config is JSON text; pass its path, or json.loads of it") from error
+            raise ConfigError(
+                "the config is JSON text; pass the path of a file, or the result of json.loads"
+            ) from error
         raise ConfigError(f"{path}: cannot read the config ({error.strerror or error})") from error
     if path.suffix.lower() in (".yaml", ".yml"):
         return parse_yaml(text, str(path))
@@ -125,7 +125,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _too_deep(name: str) -> ConfigError:
     return ConfigError(
         f"{name}: nested more than {_MAX_DEPTH} levels deep, or with more than {_MAX_VALUES} values on one level; "
-        "no config is"
+        "check the file"
     )
 
 
@@ -172,7 +172,7 @@ def _without_duplicates(value: Any, path: str, name: str) -> Any:
         for key, inner in value:
             full = join(path, key)
             if key in found and not is_comment(key):
-                raise ConfigError(f"{name}: the key {full} is given twice; keep one of them")
+                raise ConfigError(f"{name}: the key {full} is given twice. Keep one of them.")
             found[key] = _without_duplicates(inner, full, name)
         return found
     if isinstance(value, list):
@@ -182,7 +182,7 @@ def _without_duplicates(value: Any, path: str, name: str) -> Any:
 
 def _top(parsed: Any, name: str) -> dict[str, Any]:
     if not isinstance(parsed, Mapping):
-        raise ConfigError(f"{name}: a config is an object of keys and values, this is {shown(parsed)}")
+        raise ConfigError(f"{name}: expected an object of keys and values, not {shown(parsed)}")
     return {str(key): value for key, value in without_comments(parsed).items()}
 
 
@@ -258,7 +258,7 @@ class Translation:
                 raise wrong(f"{section} in deepspeed_config_file", inner, "an object")
         has = inner.get(name)
         if not is_absent(has) and as_number(has) != as_number(value):
-            raise ConfigError(f"{source} = {value!r}, but {path} is already {has!r}; keep one of them")
+            raise ConfigError(f"{source} = {value!r}, but {path} is already {has!r}. Keep one of them.")
         inner[name] = value
 
 
@@ -282,7 +282,7 @@ def translate_accelerate(document: Mapping[str, Any], folder: str | None = None)
         _top_key(result, name, value)
     launcher = _non_default(inner, _DEEPSPEED_LAUNCHER, "deepspeed_config.") + _non_default(document, _LAUNCHER, "")
     if launcher:
-        result.notices.append(f"{', '.join(launcher)}: the launcher reads what starts processes; a config does not")
+        result.notices.append(f"{', '.join(launcher)}: these keys are for the launcher, and have no effect in a config")
     return result
 
 
@@ -299,7 +299,7 @@ def _deepspeed_key(result: Translation, name: str, value: Any, path: str) -> Non
         result.put("zero_optimization.leaf_module.classes", [part.strip() for part in classes], path)
     elif name == "zero3_init_flag":
         if read_as(path, value, bool, Key("")):
-            result.notices.append(f"{path} = true: the script that builds the model reads it")
+            result.notices.append(f"{path} = true: only the script that builds the model reads it")
     elif name in spellings(ZeroOptimization):
         # Accelerate ignores these keys silently, but users expect them to have an effect.
         result.put(f"zero_optimization.{name}", value, path)
@@ -310,12 +310,12 @@ def _top_key(result: Translation, name: str, value: Any) -> None:
         _mixed_precision(result, value)
     elif name == "distributed_type":
         if str(value).upper() not in ("DEEPSPEED", "NO", "MULTI_GPU", "MULTI_CPU"):
-            result.refusals.append(f"distributed_type = {value}: this is a config for another trainer")
+            result.refusals.append(f"distributed_type = {value}: the config is for another trainer")
     elif name in _RENAMED or name == "zero3_init_flag" or name in spellings(ZeroOptimization):
         _deepspeed_key(result, name, value, name)
     elif name in _OTHER_TRAINERS:
         if value:
-            result.refusals.append(f"{name}: this section belongs to another trainer; leave it out")
+            result.refusals.append(f"{name}: the section is for another trainer; leave it out")
     elif name not in _TOP:
         raise _unknown(name, name, _TOP)
 

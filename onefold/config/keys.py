@@ -21,12 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from onefold.errors import MAX_DIGITS, ConfigError, shown
+
 Dtype = Literal["fp32", "bf16", "fp16"]
 _METADATA = "onefold"
-
-
-class ConfigError(ValueError, AssertionError):
-    """A config that cannot be used. The message names the key, the problem and the fix."""
 
 
 # -- declaring keys --------------------------------------------------------------------------------------------------
@@ -169,8 +167,6 @@ _NUMBER = re.compile(rf"[+-]?(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]
 _INFINITE = {"inf", "+inf", "infinity", "+infinity", ".inf"}
 _DTYPES = {"fp32": ("fp32", "float32", "float"), "bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half")}
 _LISTS = (tuple, list, collections.abc.Iterable, collections.abc.Sequence)
-MAX_DIGITS = 300
-"""Maximum number of digits of a value. Python itself fails to parse integers with thousands of digits."""
 
 
 def is_comment(name: object) -> bool:
@@ -261,8 +257,8 @@ def fill_absent(path: str, value: Any, default: Any) -> Any:
             own = default[place]
         if inner is None and own is None:
             raise ConfigError(
-                f'{where} is "auto" or null, and the default of {path} has no such element. Write a value there, or '
-                "leave the whole key out"
+                f'{where} is "auto" or null, but the default of {path} has no such element. Write a value, or '
+                "leave the whole key out."
             )
         filled.append(own if inner is None else fill_absent(where, inner, own))
     return filled
@@ -271,14 +267,6 @@ def fill_absent(path: str, value: Any, default: Any) -> Any:
 def wrong(path: str, value: Any, expected: str) -> ConfigError:
     """Make the error for a value that its key does not accept."""
     return ConfigError(f"{path} = {shown(value)}: expected {expected}")
-
-
-def shown(value: Any) -> str:
-    """Format a value for a message. Long values are truncated."""
-    if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
-        return "(a number of many digits)"
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _is_union(hint: Any) -> bool:

@@ -1,7 +1,7 @@
 """The keys of `optimizer.params` and `scheduler.params` for onefold's optimizers and schedules.
 
 They are declared and checked like other sections. The defaults are those of the optimizer. The parameters of torch
-classes are checked against their signatures instead (`optim.signature`).
+classes are checked against their signatures instead (`signature.py`).
 """
 # ruff: noqa: RUF009 - key() returns dataclasses.field(), as that rule requires.
 
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.config.keys import ConfigError, key, noticed, refused
+from onefold.config.keys import key, noticed, refused
+from onefold.errors import ConfigError
 
 _KERNEL = "onefold uses one fused kernel over flat shards, with the same result"
 _BETA = {"minimum": 0, "below": 1}
@@ -192,7 +193,7 @@ def check_together(values: Mapping[str, Any], path: str) -> None:
     ):
         raise ConfigError(
             f"{path}.nesterov = true needs {path}.momentum above 0 and {path}.dampening 0 (they are "
-            f"{values['momentum']} and {values['dampening']}): there is no velocity to look along otherwise"
+            f"{values['momentum']} and {values['dampening']}). Set both, or nesterov to false."
         )
 
 

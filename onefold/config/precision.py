@@ -7,7 +7,7 @@ from functools import partial
 from onefold.config.keys import Dtype, key, noticed, refused
 
 _if_enabled = partial(key, switch="enabled")
-_MASTERS = "small updates of fp16 weights are lost without fp32 masters; leave it out, or compute in bf16"
+_MASTERS = "small updates of fp16 weights are lost without fp32 master weights; leave it out, or compute in bf16"
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 import copy
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from onefold.config.checks import GivenKeys, check, find_notices, find_refusals, settle_old_spellings
 from onefold.config.config_files import Translation, check_depth, is_accelerate, read_source, translate_accelerate
 from onefold.config.keys import (
-    ConfigError,
     Key,
     SectionKey,
     as_number,
@@ -25,8 +23,10 @@ from onefold.config.keys import (
     without_comments,
     wrong,
 )
-from onefold.config.params import OPTIMIZERS, SCHEDULES, check_together, params_of
+from onefold.config.params import check_together, params_of
 from onefold.config.schema import FREE_KEYS, Config
+from onefold.config.suggestions import resembles_known, unknown_key
+from onefold.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ def load_config(source: ConfigSource, *, lists_unknown: bool = False) -> Config:
         document = read_source(source)
         folder = os.path.dirname(os.path.expanduser(os.fspath(source)))
     else:
-        raise ConfigError(f"a config is a dict or the path of a file, not {type(source).__name__}")
+        raise ConfigError(f"a config must be a dict or the path of a file, not {type(source).__name__}")
     translated = translate_accelerate(document, folder) if is_accelerate(document) else Translation(document)
     given = GivenKeys()
     given_keys = translated.document.items() if lists_unknown else ()
-    unknown = tuple(name for name, value in given_keys if not _resembles_known(name, value))
+    unknown = tuple(name for name, value in given_keys if not resembles_known(name, value))
     items = [_Item(name, value, name) for name, value in translated.document.items() if name not in unknown]
     config = settle_old_spellings(_read_section(Config, items, "", given), given)
     check(config)
@@ -108,7 +108,7 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKey
         head, _, rest = item.name.partition(".")
         entry = known.get(head)
         if entry is None or (rest and entry.section is None and not entry.is_free):
-            raise _unknown_key(kind, path, item.name, item.path)
+            raise unknown_key(kind, path, item.name, item.path)
         by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path, item.dotted or bool(rest)))
     given.mentioned.update(join(path, name) for name in by_name)
     read = [name for name in by_name if known[name].section is not None or _present(known[name], by_name[name])]
@@ -133,12 +133,12 @@ def _read_key(entry: SectionKey, items: Sequence[_Item], path: str, given: Given
         value = _read_scalar(entry, written or present)
         for item in (item for item in present if written and item.dotted):
             if read_value(item.path, item.value, entry) != value:  # TRL adds such keys; DeepSpeed never reads them
-                given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section says {value!r}, which counts')
+                given.old_spellings.append(f'"{item.path}" = {item.value!r}: the section has {value!r}, which is used')
         if entry.key.fraction and as_number(present[0].value) != value:
-            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value}, a number of elements")
+            given.old_spellings.append(f"{path} = {present[0].value!r}: read as {value} elements")
         given.names_in_file[path] = present[0].path
         if entry.key.flag and any(isinstance(item.value, bool) for item in present):
-            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: the old spelling of {value}")
+            given.old_spellings.append(f"{path} = {str(bool(value)).lower()}: an old spelling of {value}")
     given.values[path] = value
     return value
 
@@ -200,136 +200,3 @@ def _read_scalar(entry: SectionKey, items: Sequence[_Item]) -> Any:
 def _disagree(name: str, paths: Sequence[str], values: Sequence[Any]) -> ConfigError:
     shown = ", ".join(f"{path} = {value!r}" for path, value in zip(paths, values, strict=True))
     return ConfigError(f"{shown}: these are one key, {name}; keep one of them")
-
-
-# -- suggestions for unknown keys -------------------------------------------------------------------------------------
-
-_FEW = 12
-_MANY = 2
-
-# Hyperparameter names of other libraries, by the name here. The first match that the section has is suggested.
-_MEANT = {
-    "lr": ("learning_rate", "rate", "step_size", "eta", "learn_rate", "base_lr", "initial_lr"),
-    "betas": ("beta", "beta1", "beta2", "beta_1", "beta_2", "adam_beta1", "adam_beta2", "b1", "b2", "momentum"),
-    "eps": ("epsilon", "adam_epsilon", "eps_adam", "delta"),
-    "weight_decay": ("wd", "decay", "l2", "l2_reg", "l2_penalty", "regularization", "lambda", "weight_decay_rate"),
-    "momentum": ("mom", "mu", "beta", "beta1", "velocity", "betas"),
-    "nesterov": ("use_nesterov", "nesterov_momentum"),
-    "amsgrad": ("ams_grad", "ams"),
-    "decoupled_weight_decay": ("decoupled", "decouple", "adamw"),
-    "initial_accumulator_value": ("initial_accumulator", "init_acc"),
-    "warmup_num_steps": ("num_warmup_steps", "warmup_steps", "warmup_iters", "warmup", "num_steps"),
-    "warmup_max_lr": ("max_lr", "lr", "peak_lr", "learning_rate"),
-    "warmup_min_lr": ("min_lr", "start_lr", "warmup_start_lr", "warmup_init_lr"),
-    "total_num_steps": ("total_steps", "num_training_steps", "max_steps", "t_max", "num_steps", "total_iters"),
-    "cos_min_ratio": ("min_ratio", "min_lr_ratio", "eta_min", "min_lr"),
-    "cycle_min_lr": ("min_lr", "base_lr"),
-    "cycle_max_lr": ("max_lr",),
-    "cycle_first_step_size": ("step_size", "step_size_up"),
-    "cycle_second_step_size": ("step_size_down",),
-    "lr_range_test_min_lr": ("min_lr", "start_lr"),
-    "lr_range_test_step_size": ("step_size",),
-    "lr_range_test_step_rate": ("step_rate",),
-}
-# These names have no other common meaning.
-_CERTAIN = {"learning_rate", "learn_rate", "wd", "epsilon", "adam_epsilon", "beta1", "beta2"}
-_CERTAIN |= {"adam_beta1", "adam_beta2"}
-
-
-def meant_key(name: str, known: Iterable[str], *, certain: bool = False) -> str | None:
-    """Return the known name that `name` probably means: another spelling, another library's name, or a similar name.
-
-    With `certain`, require a near-certain match, because `name` may also be a user-defined key.
-    """
-    by_plain = {_plain(candidate): candidate for candidate in known}
-    if _plain(name) in by_plain:
-        return by_plain[_plain(name)]
-    for right, others in _MEANT.items():
-        sure = [other for other in others if other in _CERTAIN or not certain]
-        if _plain(right) in by_plain and _plain(name) in map(_plain, sure):
-            return right
-    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=0.9 if certain else 0.6)
-    return by_plain[near[0]] if near else None
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
-
-
-def _unknown_key(section: type, path: str, name: str, full: str) -> ConfigError:
-    """Make the error for a key `name` that the section at `path` does not have. `full` is its path in the file."""
-    where = f"in {path}" if path else "at the top of a config"
-    hints, known = _nearest(section, path, name), list(spellings(section))
-    if hints:
-        text = f"; did you mean {' or '.join(hints)}?"
-    elif len(known) <= _FEW:
-        text = f"; known there: {', '.join(known)}"
-    else:
-        text = f", and none like it (the nearest is {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]})"
-    return ConfigError(f"{full}: there is no key {name!r} {where}{text}")
-
-
-_NEAR = 0.8
-_LONG = 8
-
-
-def _resembles_known(name: str, value: Any) -> bool:
-    """Return whether a top-level key is known, or is probably a misspelled, shortened or misplaced known key."""
-    known, leaf, everywhere = spellings(Config), name.rpartition(".")[2], _all_spellings(Config)
-    if name.partition(".")[0] in known:
-        return True
-    params = {key for kind in (*OPTIMIZERS.values(), *SCHEDULES.values()) for key in spellings(kind)}
-    leaves = {full.rpartition(".")[2] for full in everywhere} | params | _CERTAIN
-    if leaf in leaves or name in {full.replace(".", "_") for full in everywhere}:
-        return True
-    like = [_plain(key) for key in (leaves if len(leaf) >= _LONG else known)]
-    if difflib.get_close_matches(_plain(leaf), like, n=1, cutoff=_NEAR):
-        return True
-    sections = [key for key, entry in known.items() if entry.section is not None]
-    if isinstance(value, Mapping) and any(key.startswith(f"{name}_") for key in sections):
-        return True
-    words = name.lower().replace("-", "_").split("_")
-    of_several = [key.split("_") for key in known if "_" in key]
-    return any(_abbreviates(full, words) or (len(words) > 1 and _abbreviates(words, full)) for full in of_several)
-
-
-def _abbreviates(words: list[str], full: list[str]) -> bool:
-    """Return whether each word is a prefix of a word in `full`, in order: `grad_clip`, `gradient_clipping`."""
-    rest = iter(full)
-    return all(any(whole.startswith(word) for whole in rest) for word in words)
-
-
-def unknown_param(path: str, name: str, owner: str, known: Iterable[str]) -> ConfigError:
-    """Make the error for a parameter that a torch class does not accept."""
-    meant = meant_key(name, known := list(known))
-    hint = f"did you mean {path}.{meant}?" if meant else f"known: {', '.join(known)}"
-    return ConfigError(f"{path}.{name}: {owner} has no parameter {name!r}; {hint}")
-
-
-def _nearest(section: type, path: str, name: str) -> list[str]:
-    everywhere = _all_spellings(Config)
-    leaf = name.rpartition(".")[2]
-    # The key may be in the wrong section. Names that many sections have, such as `enabled`, are not suggested.
-    misplaced = [full for full in everywhere if full.rpartition(".")[2] == leaf]
-    if 0 < len(misplaced) <= _MANY:
-        return misplaced
-    meant = meant_key(name, spellings(section))
-    if meant:
-        return [join(path, meant)]
-    if "params" in spellings(section):
-        return [f"{path}.params.{name}"]
-    leaves = {full.rpartition(".")[2]: full for full in reversed(everywhere)}
-    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
-    if near and len(misplaced) <= _MANY:
-        return [leaves[near[0]]]
-    return difflib.get_close_matches(name, everywhere, n=1, cutoff=0.7) if "." in name else []
-
-
-def _all_spellings(section: type, path: str = "") -> list[str]:
-    found = []
-    for name, entry in spellings(section).items():
-        full = join(path, name)
-        found.append(full)
-        if entry.section is not None and name == entry.name:
-            found += _all_spellings(entry.section, full)
-    return found

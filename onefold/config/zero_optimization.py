@@ -148,7 +148,7 @@ class ZeroOptimization:
         True, "Use all-gather instead of broadcast.", "updated shards are always gathered"
     )
     load_from_fp32_weights: bool = noticed(
-        True, "Load master weights from checkpoints.", "masters are always restored exactly"
+        True, "Load master weights from checkpoints.", "master weights are always restored exactly"
     )
     elastic_checkpoint: bool = noticed(
         False,

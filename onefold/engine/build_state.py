@@ -12,7 +12,7 @@ from torch import nn
 from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
-from onefold.optim.choose import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
@@ -25,7 +25,7 @@ def build_state(
     model: nn.Module,
     plan: Plan,
     batch: Batch,
-    chosen: Chosen | None,
+    chosen: ChosenOptimizer | None,
     group: Group,
     device: torch.device,
     ledger: Ledger,

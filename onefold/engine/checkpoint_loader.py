@@ -97,7 +97,7 @@ class CheckpointLoader:
         state.schedule.check_awake()
         state.flush()
         self._saver.finish()
-        state.schedule.meet_for_load()
+        state.schedule.synchronize_for_load()
         if state.step is not None:
             state.step.about_to_write()
         state.drop_gradients()
@@ -119,7 +119,7 @@ class CheckpointLoader:
             "load_module_only": str(module_only),
             "custom_load_fn": "a function" if custom is not None else "None",
         }
-        advice = "Every rank must load the same"
+        advice = "Call load_checkpoint with the same arguments on every rank"
         assert_same_by_exchange(state.schedule.agreement, "load_checkpoint", [("the call", given)], advice)
         names, tried = self._candidates(Path(load_dir), tag), list[str]()
         while names:
@@ -131,9 +131,9 @@ class CheckpointLoader:
             if not names and tag is None:  # another running job may have saved new ones and removed these
                 names = self._candidates(Path(load_dir), tag, tried)
             if not names:
-                other = "" if tag is not None else f". {load_dir} has no other complete checkpoint to take instead"
+                other = "" if tag is not None else f". {load_dir} has no other complete checkpoint"
                 raise CheckpointError(f"{problem}{other}")
-            self._warn(f"{problem}. Taking checkpoint {names[0]} instead")
+            self._warn(f"{problem}. Loading checkpoint {names[0]} instead")
         return None, None
 
     def _warn(self, message: str) -> None:
@@ -149,7 +149,7 @@ class CheckpointLoader:
                 text = "\n".join(_find_candidates(load_dir, tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
-        published = self._state.schedule.publish("load_checkpoint", f"{error}\0{text}")
+        published = self._state.schedule.agreement.broadcast_text("load_checkpoint", f"{error}\0{text}")
         error, _, text = published.partition("\0")
         if error:
             raise CheckpointError(error)
@@ -194,7 +194,7 @@ class CheckpointLoader:
             undo()
             return problem, None
         # Values are written from here on. `_finish` clears this mark; after an error it remains set on all ranks.
-        self._state.half_loaded = f"load_checkpoint of {path} failed half-way on some rank"
+        self._state.half_loaded = f"load_checkpoint of {path} failed half-way on another rank"
         problem = self._agree(lambda: self._fill(opened[0]))
         if problem:
             self._state.half_loaded = f"load_checkpoint of {path} failed half-way: {problem}"
@@ -206,8 +206,8 @@ class CheckpointLoader:
         if rounded and self._state.group.rank == 0:
             formats = self._state.plan.formats
             logger.warning(
-                "%s: masters are stored as %s and optimizer states as %s in this job, so %d tensors of this rank were "
-                "rounded, %s first. The resumed run differs from one in the saved state formats",
+                "%s: masters are stored as %s and optimizer states as %s in this job, so %d tensors of this rank, "
+                "beginning with %s, were rounded. The resumed run differs from one with the saved formats",
                 opened.checkpoint.folder, formats.masters, formats.states, len(rounded), rounded[0],
             )  # fmt: skip
 
@@ -259,11 +259,11 @@ class CheckpointLoader:
         except Exception as error:
             caught = error
             kind = 1 if isinstance(error, CheckpointError | OSError) else 2 if isinstance(error, MisfitError) else 3
-        kinds = self._state.schedule.meet_for_load(kind)
+        kinds = self._state.schedule.synchronize_for_load(kind)
         if not any(kinds):
             return ""
         worst = kinds.index(max(kinds))
-        message = self._state.schedule.publish("load_checkpoint", str(caught or ""), worst)
+        message = self._state.schedule.agreement.broadcast_text("load_checkpoint", str(caught or ""), worst)
         if kind == 3:
             assert caught is not None
             raise caught
@@ -277,13 +277,13 @@ class CheckpointLoader:
         self, checkpoint: CheckpointReader, saved: dict[str, Any] | None, options: LoadOptions
     ) -> list[Slot]:
         if saved is None:
-            raise MisfitError(f"{checkpoint.folder} was saved without an optimizer. Pass load_optimizer_states=False")
+            raise MisfitError(f"{checkpoint.folder} was saved without an optimizer. Pass load_optimizer_states=False.")
         step = self._state.step
         assert step is not None
         if saved["name"] is not None and _kind(saved["name"]) != _kind(step.name):
             raise MisfitError(
                 f"{checkpoint.folder} has the states of {saved['name']}, not of {step.name}. "
-                "Pass load_optimizer_states=False to leave the optimizer unchanged"
+                "Pass load_optimizer_states=False to leave the optimizer unchanged."
             )
         loose: dict[str, Any] = {}
         for rank in range(checkpoint.manifest.world_size):
@@ -292,10 +292,10 @@ class CheckpointLoader:
         misfits = step.misfits(loose)
         if misfits and options.strict:
             raise MisfitError(
-                f"{checkpoint.folder} was saved with parameters divided into other matrices:\n  "
+                f"{checkpoint.folder} was saved with a different split_rows:\n  "
                 + "\n  ".join(misfits.values())
                 + "\nSet split_rows to the saved value. load_module_strict=False resets the optimizer states of these "
-                "parameters, and load_optimizer_states=False resets all optimizer states"
+                "parameters, and load_optimizer_states=False resets all optimizer states."
             )
         for name, words in misfits.items():
             self._warn(f"{checkpoint.folder}: {words}. Its optimizer states are reset")
@@ -330,7 +330,7 @@ class CheckpointLoader:
             step.resume(state["optimizer"]["num_steps"])
             if not step.take_groups(found.groups):
                 self._warn(
-                    f"{found.checkpoint.folder}: its optimizer keeps other states than {step.name}. The learning rate "
+                    f"{found.checkpoint.folder} has other optimizer states than {step.name}. The learning rate "
                     "and the other hyperparameters keep the values of this job's config"
                 )
             step.attributes.take(state["optimizer"].get("attributes", {}))
@@ -341,9 +341,7 @@ class CheckpointLoader:
         if self._restores_schedule(found, options):
             self._state.lr_scheduler.load_state_dict(state["lr_scheduler"])
         elif options.scheduler and state["lr_scheduler"] is None:
-            self._warn(
-                f"{found.checkpoint.folder} holds no state of a schedule. The learning-rate schedule starts at step 0"
-            )
+            self._warn(f"{found.checkpoint.folder} has no scheduler state. The learning-rate schedule starts at step 0")
         if options.job:
             self._restore_job(found, options)
         self._saver.remember_step()
@@ -365,15 +363,15 @@ class CheckpointLoader:
             state.training_dataloader.load_state_dict(found.own["data"])
         if not found.same_world:
             self._warn(
-                f"{found.checkpoint.folder} was saved by {found.checkpoint.manifest.world_size} ranks, this job has "
-                f"{self._state.group.size}. Weights and states are restored bit-exactly, but random numbers continue "
-                "from the seed of this job"
+                f"{found.checkpoint.folder} was saved by {found.checkpoint.manifest.world_size} ranks; this job has "
+                f"{self._state.group.size}. Weights and states are restored bit-exactly, but random number generators "
+                "keep the seeds of this job"
             )
         elif found.own:
             restore_random_states(found.own["rng"], state.device)
         else:
             self._warn(
-                f"{found.checkpoint.folder} holds no random states. Random numbers continue from the seed of this job"
+                f"{found.checkpoint.folder} has no random states. Random number generators keep the seeds of this job"
             )
 
 
@@ -394,12 +392,12 @@ def _find_candidates(load_dir: Path, tag: str | None, tried: Sequence[str]) -> S
     # A tag in `latest` was published once, even if its folder is now gone.
     was_published = (load_dir / folder.LATEST).exists() or any(folder.is_tag_folder(entry.folder) for entry in found)
     if not good and tag is None and not was_published:
-        logger.warning("%s holds no checkpoint", load_dir)
+        logger.warning("%s contains no checkpoint", load_dir)
         return []
     bad = takewhile(lambda entry: entry.problems, found)
     problems = [f"checkpoint {entry.tag} cannot be loaded: {'; '.join(entry.problems)}" for entry in bad]
     if not good:
         raise CheckpointError(". ".join([*problems, *([] if problems else warnings)]))
     for problem in problems:
-        logger.warning("%s. Taking checkpoint %s instead", problem, good[0])
+        logger.warning("%s. Loading checkpoint %s instead", problem, good[0])
     return good

@@ -37,7 +37,7 @@ class CheckpointSaver:
         section = state.plan.loop.checkpoint
         # The last step and the state of this rank after it, for saves that its program does not call.
         self._after_step = state.global_steps, self._own_state()
-        name = state.schedule.publish("the name of the engine", secrets.token_hex(8))
+        name = state.schedule.agreement.broadcast_text("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
         self.refuses_open_window = True
@@ -85,7 +85,7 @@ class CheckpointSaver:
         """Save a checkpoint. See `Engine.save_checkpoint`."""
         state = self._state
         state.check_complete()
-        state.schedule.forget_cached()
+        state.schedule.context.forget_cached()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
         background = state.plan.loop.checkpoint.async_save if background is None else background
         options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background)
@@ -98,7 +98,7 @@ class CheckpointSaver:
         state = self._state
         state.flush()
         state.schedule.wait_for_step()
-        if state.schedule.sharded:
+        if state.schedule.sharded_units:
             return consolidate(state.model, exclude_frozen=exclude_frozen) or {}
         found = state.model.state_dict()
         parameters = state.model.named_parameters(remove_duplicate=False)
@@ -131,7 +131,7 @@ class CheckpointSaver:
     def raise_failed(self) -> None:
         """Raise the error of a background save that failed on any rank. All ranks call this before they step."""
         self.finish()
-        raise SaveError("the last save in the background failed on another rank: see its error")
+        raise SaveError("the last background save failed on another rank. See the error of that rank.")
 
     def _validate_tag(self, mine: str, theirs: str) -> None:
         """Raise or warn if the tag of this rank is not that of rank 0, as `checkpoint.tag_validation` says."""
@@ -140,23 +140,23 @@ class CheckpointSaver:
             return
         message = f"rank {self._state.group.rank} saves under the tag {mine!r}, rank 0 under {theirs!r}"
         if validation == "Fail":
-            raise SaveError(f"{message}; checkpoint.tag_validation is Fail")
+            raise SaveError(f"{message}. Use one tag on all ranks (checkpoint.tag_validation is Fail).")
         logger.warning("%s. The tag of rank 0 is used", message)
 
     def _header(self, client_state: Mapping[str, Any] | None, exclude_frozen: bool) -> SaveHeader:
         """Return the part of a checkpoint that rank 0 writes for all ranks."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ClientStateError(
-                f"client_state must be a dict or None, not a {type(client_state).__name__}. Put it into a dict"
+                f"client_state must be a dict or None, not a {type(client_state).__name__}. Put it into a dict."
             )
         if self._state.window.is_open:
-            problem = "gradients have been accumulated that no step has used yet, and a checkpoint does not hold them"
+            problem = "gradients are accumulated that no step has used yet, but checkpoints do not contain gradients"
             if self.refuses_open_window:
                 raise SaveError(
-                    f"{problem}. Save right after the engine.step() of a boundary "
-                    "(engine.is_gradient_accumulation_boundary() before it), or call engine.zero_grad() to drop them"
+                    f"{problem}. Save after the engine.step() of an accumulation boundary "
+                    "(engine.is_gradient_accumulation_boundary() before it), or call engine.zero_grad() to drop them."
                 )
-            logger.warning("%s. A run that resumes from it continues without them", problem)
+            logger.warning("%s. A resumed run continues without them", problem)
         outside, aliases = outside_units(self._state.model)
         buffers = {name for name, _ in self._state.model.named_buffers()}
         # Tensors that are in no unit and no buffers are not trained: other parameters, and scales of quantized ones.

@@ -58,9 +58,9 @@ class EngineParts:
                 try:
                     handle.stand_alone()
                 except OSError as error:  # of a disk; reading such a parameter raises
-                    logger.error("weights that were stored on a disk are lost with the engine: %s", error)
+                    logger.error("weights on a disk cannot be read while the engine is closed: %s", error)
                 except RuntimeError as error:  # of a device that has failed
-                    logger.error("weights could not be kept when the engine was closed: %s", error)
+                    logger.error("weights cannot be restored while the engine is closed: %s", error)
             self.handles.clear()
         finally:
             self.compiled.restore()
@@ -75,7 +75,7 @@ class EngineParts:
             schedule.wait_for_step()
         except Exception as error:  # of a user's optimizer on the host, or of a disk
             logger.warning(
-                "the engine is closed after a step that failed, so its weights are those of no step: %s: %s",
+                "the engine is closed after a failed step, so only some of its weights are updated: %s: %s",
                 type(error).__name__,
                 error,
             )

@@ -26,7 +26,7 @@ from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
 from onefold.log import logger
-from onefold.optim.choose import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
@@ -63,7 +63,7 @@ class Engine(nn.Module):
         model: nn.Module,
         plan: Plan,
         batch: Batch,
-        chosen: Chosen | None,
+        chosen: ChosenOptimizer | None,
         group: Group,
         device: torch.device,
         *,
@@ -139,9 +139,9 @@ class Engine(nn.Module):
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"engine.backward takes a scalar loss, not {what}: reduce it first, e.g. loss.mean()")
+            raise ValueError(f"engine.backward expects a scalar loss, not {what}. Reduce it, e.g. by loss.mean().")
         if not loss.requires_grad:
-            raise ValueError("the loss does not require grad. Compute it outside of no_grad, and do not detach it")
+            raise ValueError("the loss does not require grad. Compute it outside of no_grad, and do not detach it.")
         state, decision = self.state, self.state.decision
         if scale_wrt_gas:
             loss = loss / self.batch.accumulation
@@ -179,10 +179,10 @@ class Engine(nn.Module):
         """Clip gradients, update parameters and advance the schedule at an accumulation boundary; elsewhere count."""
         state = self.state
         if self.optimizer is None:
-            raise RuntimeError("the engine has no optimizer. Pass one to initialize, or add an optimizer section")
+            raise RuntimeError("the engine has no optimizer. Pass one to initialize, or add an optimizer section.")
         state.check_complete()
         if state.window.in_no_sync:
-            raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
+            raise RuntimeError("engine.step() is called inside engine.no_sync(). Leave the context first.")
         at_boundary = state.window.at_boundary
         if at_boundary:
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
@@ -212,7 +212,7 @@ class Engine(nn.Module):
         """Take the optimizer step, or skip it after an overflow."""
         state, schedule, decision = self.state, self.state.schedule, self.state.decision
         self._hooks.check_model()
-        if not state.window.managed and self.plan.keeps_whole_gradient:
+        if not state.window.managed and self.plan.keeps_unsharded_gradient:
             # The caller counts micro-steps, so the last backward is known only now: reduce its gradients.
             schedule.begin_backward(boundary=True)
             schedule.end_backward()
@@ -236,7 +236,7 @@ class Engine(nn.Module):
         if not decision.applied:
             state.skipped_steps += 1
             if state.group.rank == 0 and decision.scales_loss:
-                logger.info("overflow: step skipped, loss scale %g -> %g", before, decision.loss_scale.value)
+                logger.info("step skipped: overflow, loss scale %g -> %g", before, decision.loss_scale.value)
             elif state.group.rank == 0:
                 logger.warning("step skipped: %s", decision.problem)
 
@@ -420,7 +420,7 @@ class Engine(nn.Module):
     ) -> None:
         """Compile the forward of each unit with `torch.compile`. Collectives remain between the compiled forwards."""
         if schedule is not None or compiled_autograd_enabled:
-            raise ValueError("engine.compile: schedule and compiled_autograd_enabled belong to DeepSpeed's DeepCompile")
+            raise ValueError("engine.compile: schedule and compiled_autograd_enabled need DeepCompile. Leave them out.")
         self._compiled.compile(self.state.schedule.units, self._hooks, backend, compile_kwargs or {})
         self.is_compiled = True
 
@@ -476,7 +476,7 @@ class Engine(nn.Module):
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             changed = fn(probe)
             if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-                raise RuntimeError("the engine's model cannot be cast or moved. Set dtypes and devices in the config")
+                raise RuntimeError("the engine's model cannot be cast or moved. Set dtypes and devices in the config.")
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -494,5 +494,5 @@ def _close_engine_of(model: nn.Module) -> None:
     reference = _engines.pop(model, None)
     previous = reference() if reference is not None else None
     if previous is not None:
-        logger.info("the model's earlier engine is closed, and its states are freed")
+        logger.info("the earlier engine of the model is closed and its states are freed")
         previous.close()

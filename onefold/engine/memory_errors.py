@@ -38,7 +38,7 @@ class MemoryErrors:
             text = explain(where, str(self._state.device), account, advise(account, self._facts(asked)), asked)
             snapshot = self._trace.out_of_memory() if self._trace is not None else None
             if snapshot is not None:
-                text += f"\nA snapshot of the memory is in {snapshot}. Open it at pytorch.org/memory_viz"
+                text += f"\nA memory snapshot is in {snapshot}. Open it at pytorch.org/memory_viz."
         else:
             held = held_bytes(self._state.schedule, self._state.step, Tier.HOST)
             text = explain_host(where, available_bytes(), resident_bytes(), held)
@@ -77,7 +77,7 @@ class _Explained:
         try:
             self._errors.explain(error, self._phase)
         except Exception as other:  # the out-of-memory error must be raised in any case
-            error.add_note(f"onefold could not account for the memory: {type(other).__name__}: {other}")
+            error.add_note(f"The memory report of onefold failed: {type(other).__name__}: {other}")
 
 
 def unit_in_use(error: BaseException, state: TrainState) -> str | None:
@@ -87,7 +87,7 @@ def unit_in_use(error: BaseException, state: TrainState) -> str | None:
     while trace is not None:
         found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
         trace = trace.tb_next
-    if found is None and state.schedule.in_backward:
+    if found is None and state.schedule.context.in_backward:
         under_way = [unit for unit in state.schedule.units if unit.uses.backwards]
         inner = [unit for unit in under_way if not unit.encloses] or under_way
         found = inner[-1].name if inner else None
@@ -99,7 +99,7 @@ def device_account(state: TrainState) -> DeviceAccount:
     device, schedule = state.device, state.schedule
     free, total = torch.cuda.mem_get_info(device)
     held = held_bytes(schedule, state.step, Tier.DEVICE)
-    unsharded = sum(param.full.untyped_storage().size() for unit in schedule.units for param in unit.sharded)
+    unsharded = sum(param.full.untyped_storage().size() for unit in schedule.units for param in unit.sharded_params)
     slots = sum(param.grad.open_bytes for param in schedule.trained_params())
     matrices = state.step.matrices if state.step is not None else None
     states = held.states + (matrices.held_kept() if matrices is not None else 0)

@@ -32,7 +32,7 @@ class ModelEvents:
         # After a step that overlaps with the next forward, parameters may be in flight from other ranks or the host.
         plan, schedule = state.plan, state.schedule
         arrives = state.group.size > 1 or any(param.store.is_offloaded for param in schedule.trained_params())
-        watch = bool(schedule.sharded) or (plan.overlap and plan.shards_states and arrives)
+        watch = bool(schedule.sharded_units) or (plan.overlap and plan.shards_states and arrives)
         self.hooks = Hooks(state.model, schedule, self, watch=watch)
 
     def expect_scaled_backward(self, scaled: torch.Tensor) -> None:
@@ -54,8 +54,8 @@ class ModelEvents:
         in_scaled_backward = self._scaled_backward is not None and self._scaled_backward() is not None
         if self.state.decision.scales_loss and not in_scaled_backward:
             raise RuntimeError(
-                "Loss scaling is required: fp16 gradients underflow without a loss scale. Write engine.backward(loss), "
-                "or engine.scale(loss).backward()"
+                "Loss scaling is required: fp16 gradients underflow without a loss scale. Call engine.backward(loss) "
+                "or engine.scale(loss).backward()."
             )
         self.state.begin_backward(divisor=self.state.window.batch.accumulation)
 

@@ -73,10 +73,10 @@ class OffloadedStates:
         """Move the kinds of state in `include`, or all, to host memory. Return the bytes freed, by kind."""
         target = str(getattr(device, "value", device))
         if target == "none":
-            logger.warning("offload_states: device 'none' moves nothing; pass device='cpu'")
+            logger.warning("offload_states: device 'none' has no effect. Pass device='cpu'")
             return {}
         if target != "cpu":
-            raise ValueError(f"offload_states: device {target!r} is not supported. States go to the host: device='cpu'")
+            raise ValueError(f"offload_states: device {target!r} is not supported. Pass device='cpu'.")
         kinds = [kind for kind in _kinds(include) if kind not in self._kinds]
         schedule = self._state.schedule
         schedule.wait_for_step()
@@ -84,7 +84,7 @@ class OffloadedStates:
         freed = {}
         for kind in kinds:
             freed[kind.value] = self._offload_kind(kind, kinds, pinned=pin_memory)
-        schedule.offloaded = frozenset(kind.value for kind in self._kinds)
+        schedule.context.offloaded = frozenset(kind.value for kind in self._kinds)
         _wait(self.device, non_blocking=non_blocking)
         self._report("offload_states freed", freed)
         return freed
@@ -135,9 +135,9 @@ class OffloadedStates:
                 _bytes(storage).copy_(copy, non_blocking=True)
             for store, shard in found.replaced:
                 store.param = shard
-        schedule.offloaded = frozenset(kind.value for kind in self._kinds)
+        schedule.context.offloaded = frozenset(kind.value for kind in self._kinds)
         if not self._kinds:
-            schedule.wake = None
+            schedule.context.wake = None
         if _WEIGHTS.value in restored:
             for param in schedule.unsharded_params():
                 param.attach_views()
@@ -166,11 +166,11 @@ class OffloadedStates:
     @property
     def moved_by_hand(self) -> bool:
         """Whether the engine reloads the states when it needs them, because a program has moved them by hand."""
-        return self._state.schedule.wake is not None
+        return self._state.schedule.context.wake is not None
 
     def reload_on_use(self) -> None:
         """Have the engine reload all states when it needs them."""
-        self._state.schedule.wake = partial(self.reload, non_blocking=False)
+        self._state.schedule.context.wake = partial(self.reload, non_blocking=False)
 
     def move_by_hand(self, kinds: Iterable[OffloadStateTypeEnum], device: torch.device, what: str) -> None:
         """Offload or reload whole kinds of state, because a program has moved one tensor of them to `device` itself.
@@ -186,8 +186,8 @@ class OffloadedStates:
             self.offload(kinds, "cpu", pin_memory=True, non_blocking=False)
         else:
             raise RuntimeError(
-                f"{what} was moved to {device.type!r} by hand: the engine's states are on {self.device.type!r} or on "
-                "the host. Free the device's memory with engine.offload_states(include=[...])"
+                f"{what} was moved to {device.type!r}, but the engine keeps its states on {self.device.type!r} or on "
+                "the host. Call engine.offload_states(include=[...]) to free device memory."
             )
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -269,5 +269,5 @@ def _kinds(include: Iterable[Any] | None) -> list[OffloadStateTypeEnum]:
     known = {kind.value for kind in OffloadStateTypeEnum}
     for name in names:
         if name not in known:
-            raise ValueError(f"offload_states: include {name!r} is not known; known: {', '.join(sorted(known))}")
+            raise ValueError(f"offload_states: include has an unknown state {name!r}. Use {', '.join(sorted(known))}.")
     return [kind for kind in OffloadStateTypeEnum if kind.value in names]

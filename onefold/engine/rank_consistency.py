@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.comm import Item
 from onefold.config import Batch
-from onefold.optim.choose import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.plan import Plan, cut
 from onefold.runtime import unsharded_shape
 
@@ -36,7 +36,7 @@ _LOCAL = {
 
 
 def facts_to_compare(
-    model: nn.Module, config: Any, plan: Plan, batch: Batch, chosen: Chosen | None, scheduler: Any
+    model: nn.Module, config: Any, plan: Plan, batch: Batch, chosen: ChosenOptimizer | None, scheduler: Any
 ) -> list[Item]:
     """Return the facts of the config, the optimizer, the parameters, the buffers and the units of a model, in order."""
     facts: list[Item] = [("the config", dict(_keys(config)))]

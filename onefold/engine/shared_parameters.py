@@ -38,16 +38,16 @@ class SharedParameters:
             owner = handle.owner if handle is not None else None
             if handle is None or not isinstance(owner, ModelEvents):
                 continue
-            flat, _ = handle.place_of(parameter)
+            flat, _ = handle.location_of(parameter)
             if parameter.requires_grad and id(parameter) in groups:
                 trained_here.setdefault(id(owner), name)
             else:
                 dtype = flat.dtype if flat.spec.packed else plan.precision.of_parameter(flat.dtype)
                 if dtype != flat.dtype:
                     raise ConfigError(
-                        f"parameter {name} belongs to another engine, which holds it in {flat.dtype}, and this config "
-                        f"asks for {dtype}. Give both engines the same bf16 / fp16 section, or this one a copy of the "
-                        "model (copy.deepcopy before initialize)"
+                        f"parameter {name} belongs to another engine, which stores it in {flat.dtype}, but this config "
+                        f"requests {dtype}. Give both engines the same bf16 / fp16 section, or this one a copy of the "
+                        "model (copy.deepcopy before initialize)."
                     )
                 self._named[name] = parameter
                 if all(owner is not known for known in self._owners):
@@ -56,9 +56,9 @@ class SharedParameters:
         for owner in self._owners:
             if id(owner) in trained_here:
                 raise ValueError(
-                    f"parameter {trained_here[id(owner)]} is to be trained, and belongs to another engine that also "
-                    f"holds {next(iter(self._named))} for this one. Make the engine that trains it first, or give this "
-                    "one a copy of the parameter"
+                    f"parameter {trained_here[id(owner)]} is trained here but belongs to another engine, which also "
+                    f"stores {next(iter(self._named))} for this one. Create the engine that trains it first, or give "
+                    "this one a copy of the parameter."
                 )
         self.ids = {id(parameter) for parameter in self._named.values()}
 
@@ -78,8 +78,8 @@ class SharedParameters:
             missing = [name for name, parameter in self._named.items() if is_sharded(parameter)]
             if missing:
                 raise RuntimeError(
-                    f"the engine that stores {missing[0]} was closed. Close it after the engines that share its "
-                    "parameters, or call initialize again for this one"
+                    f"the engine that stores {missing[0]} is closed. Close it after the engines that share its "
+                    "parameters, or call initialize again for this one."
                 )
 
     def release(self) -> None:

@@ -14,7 +14,6 @@ import platform
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -148,7 +147,7 @@ class StepReports:
                 self._monitor.write_events(_events(pending, row, timed=self._state.plan.loop.times_phases))
             except Exception as error:  # of a disk or a service on one rank: training continues on all
                 kind = type(error).__name__
-                logger.warning("monitors: %s: %s. No more events are written; training continues", kind, error)
+                logger.warning("monitors: %s: %s. The monitor is disabled and training continues", kind, error)
                 self._monitor = None
 
     # -- plan against measurement, and the end --------------------------------------------------------------------
@@ -176,9 +175,9 @@ class StepReports:
             self._last_report = report = self.plan_report()
             if record is not None:
                 self._write("end", time=time.time(), **_reason(at_exit=at_exit), report=asdict(report))
-                logger.info("plan against measurement\n%s", report.text())
+                logger.info("planned and measured bytes\n%s", report.text())
         except Exception as error:
-            logger.warning("the end of the run record could not be written: %s: %s", type(error).__name__, error)
+            logger.warning("the last line of the run record cannot be written: %s: %s", type(error).__name__, error)
         finally:
             if record is not None:
                 record.close()
@@ -373,20 +372,15 @@ def _events(pending: _PendingReport, row: StepRow, *, timed: bool) -> list[Event
         "onefold/memory/device_peak": memory.device_peak,
         "onefold/memory/host_resident": memory.host_resident,
         **{f"onefold/memory/held_{tier}": value for tier, value in memory.by_tier().items() if value},
-        **{f"onefold/traffic/{operation}": row.bytes_of(operation) for operation in _operations(row)},
+        **{f"onefold/traffic/{sent.operation}": row.bytes_of(sent.operation) for sent in row.traffic},
     }
     return [(name, value, row.samples) for name, value in values.items() if value is not None]
-
-
-def _operations(row: StepRow) -> Iterator[str]:
-    """Yield the collectives and copies of a step, each once."""
-    yield from dict.fromkeys(sent.operation for sent in row.traffic)
 
 
 def _facts(state: TrainState, memory: ModelMemory, ledger: Ledger, planned: PlanReport) -> dict[str, Any]:
     """Return the facts of a run at the head of its record."""
     plan, group, units, device = state.plan, state.group, state.schedule.units, state.device
-    trained = sum(param.layout.numel for unit in units for param in unit.trained)
+    trained = sum(param.layout.numel for unit in units for param in unit.trained_params)
     frozen = sum(param.layout.numel for unit in units for param in unit.params if not param.trainable)
     on_gpu = device.type == "cuda"
     versions = {"onefold": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -57,16 +57,16 @@ class TrainState:
         known to hang.
         """
         self.schedule.check_present()
-        self.schedule.check()
+        self.schedule.guard.check()
         if self.step is not None and self.step.interrupted:
             raise RuntimeError(
-                f"{self.step.interrupted} has interrupted a step, so only some weights are updated. Load a checkpoint "
-                "into a new engine (onefold.initialize)"
+                f"{self.step.interrupted} interrupted a step, so only some weights are updated. Load a checkpoint "
+                "into a new engine (onefold.initialize)."
             )
         if self.half_loaded:
             raise RuntimeError(
-                f"{self.half_loaded}. Only some weights and states are loaded: the engine neither computes nor saves "
-                "until load_checkpoint succeeds. Load again, or make another engine with onefold.initialize"
+                f"{self.half_loaded}. Only some weights and states are loaded, so the engine can neither run nor save. "
+                "Call load_checkpoint again, or create another engine with onefold.initialize."
             )
 
     def check_complete(self) -> None:
@@ -82,7 +82,7 @@ class TrainState:
     def begin_backward(self, *, divisor: int) -> None:
         """Begin a backward whose loss is still to be divided by `divisor`."""
         self.check_complete()
-        if self.schedule.in_backward:
+        if self.schedule.context.in_backward:
             # An earlier backward outside of the engine raised and never ended. Its gradients are incomplete.
             self.abort_backward()
         self.window.divide_by(divisor)
@@ -92,19 +92,19 @@ class TrainState:
         """Drop the gradients of the accumulation window of a backward that raised, and restart the window."""
         if self.interrupted is not None:
             raise RuntimeError(
-                f"a backward of this engine was interrupted ({self.interrupted}) while other ranks counted on it. Call "
-                "initialize again on every rank, and load the last checkpoint"
+                f"a backward of this engine was interrupted ({self.interrupted}), so the ranks are inconsistent. Call "
+                "initialize again on every rank, and load the last checkpoint."
             )
         self.schedule.abort_backward()
         self.decision.losses.clear()
         if self.window.restart():
-            logger.warning("a backward raised inside an accumulation window: the window starts over")
+            logger.warning("a backward raised inside an accumulation window. The window is restarted")
 
     def drop_gradients(self) -> None:
         """Drop all accumulated gradients and end their window."""
         for parameter in self.left_alone:
             parameter.grad = None
-        if self.schedule.in_backward:
+        if self.schedule.context.in_backward:
             self.abort_backward()
         self.window.close()
         self.decision.losses.clear()

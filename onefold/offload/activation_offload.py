@@ -106,7 +106,7 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise RuntimeError(
             f"an input of a checkpointed function ({tensor.dtype}, shape {list(tensor.shape)}) was changed in place, "
-            "so nothing can be computed from it again; clone it before the change"
+            "so the function cannot be recomputed. Clone the input before the change."
         )
 
 
@@ -130,7 +130,7 @@ def _take_slot(tensor: Tensor, device: torch.device, place: int, num_slots: int)
     if not free:
         raise ConfigError(
             f"activation_checkpointing.number_checkpoints = {num_slots}: all slots for inputs of shape "
-            f"{list(tensor.shape)} are in use. Set it to the number of checkpointed calls in one forward"
+            f"{list(tensor.shape)} are in use. Set it to the number of checkpointed calls per forward."
         )
     index = free.pop()
     return memory.as_strided(tensor.shape, strides, index * pitch), lambda: free.append(index)

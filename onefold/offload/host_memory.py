@@ -44,7 +44,7 @@ def page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
         if int(error) != 0:
             raise HostShortage(
-                f"locking {num_bytes / 1e9:.1f} GB of host memory failed: {error}. Set pin_memory to false"
+                f"page-locking {num_bytes / 1e9:.1f} GB of host memory failed: {error}. Set pin_memory to false."
             )
         block.locked = memory.data_ptr()
     return memory
@@ -89,12 +89,12 @@ def check_room(needed: int, what: str, num_ranks: int, ratio: float | None = Non
     """
     free = available_bytes()
     if needed * num_ranks > free:
-        ranks = f" x {num_ranks} ranks on this host = {needed * num_ranks / 1e9:.2f} GB" if num_ranks > 1 else ""
+        ranks = f" x {num_ranks} ranks on this node = {needed * num_ranks / 1e9:.2f} GB" if num_ranks > 1 else ""
         fits = f" of about {math.floor(100 * ratio * free / (needed * num_ranks)) / 100}" if ratio is not None else ""
         raise HostShortage(
-            f"offloading needs {needed / 1e9:.2f} GB of host memory{ranks}, and {free / 1e9:.2f} GB are available: "
+            f"offloading needs {needed / 1e9:.2f} GB of host memory{ranks}, but {free / 1e9:.2f} GB are available: "
             f'{what}. Offload less (zero_optimization.offload_optimizer.ratio{fits}, or "auto"), use more ranks, or '
-            "store states on disk (offload_optimizer.device nvme)"
+            "store states on disk (offload_optimizer.device nvme)."
         )
 
 

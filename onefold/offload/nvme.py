@@ -117,7 +117,7 @@ class _Drive:
         path = self.folder.data_path
         message = (
             f"swap {operation} of {size} bytes at byte {offset} of {path} failed: {reason}. The states of this job on "
-            "disk are incomplete. Resume from the last checkpoint"
+            "disk are incomplete. Resume from the last checkpoint."
         )
         return SwapError(number, message, path)
 
@@ -281,8 +281,8 @@ class SwapFiles:
         assert self._is_open, "the swap is not open"
         if host.is_cuda or not host.is_contiguous() or host.dtype != tensor.dtype or host.numel() != tensor.numel():
             raise ValueError(
-                f"a swap {operation} of {tensor.numel()} {tensor.dtype} needs as many in one piece of host memory, "
-                f"not {host.numel()} {host.dtype} on {host.device}"
+                f"a swap {operation} of {tensor.numel()} {tensor.dtype} needs a contiguous host tensor of that size "
+                f"and dtype, not {host.numel()} {host.dtype} on {host.device}"
             )
         begin, end = tensor._offset, tensor._offset + tensor.nbytes
         request = functools.partial(self._request, operation, tensor, host, _Memory.of(host))

@@ -19,11 +19,11 @@ from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room
 from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
-from onefold.plan.memory import stays_unsharded
+from onefold.plan.buffers import PARAMETER
 from onefold.plan.plan import Offload
 
 
-def place(
+def agree_on_tiers(
     specs: Sequence[FlatParamSpec], plan: Plan, agreement: Agreement, device: torch.device
 ) -> list[FlatParamSpec]:
     """Return the flat parameters with their residency, which the rank with the least memory determines."""
@@ -69,7 +69,7 @@ def make_memory(
     failed = [rank for rank, row in enumerate(agreement.synchronize("the memory for offloading", [0])) if row[0]]
     if failed:
         memory.close()
-        raise RuntimeError(f"rank {failed[0]} could not allocate memory for offloading. See its error")
+        raise RuntimeError(f"rank {failed[0]} cannot allocate memory for offloading. See the error of that rank.")
     return memory
 
 
@@ -89,17 +89,13 @@ class Needs:
     @staticmethod
     def of(specs: Sequence[FlatParamSpec], plan: Plan) -> Needs:
         """Compute the needs of the given flat parameters."""
-        states: list[Need] = []
-        parameters: list[Need] = []
-        for spec in specs:
-            if spec.trainable and spec.residency.states is Tier.NVME:
-                # A master that is the parameter shard, or contains it, is reserved among the parameters.
-                parts = () if spec.master_is_shard else spec.parts_of_master()
-                size = spec.layout.shard_size
-                states += [(part.numel(size), part.dtype) for part in (*parts, *spec.parts_of_states())]
-            if not stays_unsharded(plan, spec) and spec.residency.parameters is Tier.NVME:
-                parameters.append((spec.layout.shard_size, spec.dtype))
-        return Needs(count_bytes(specs, plan, Tier.HOST).total, states, parameters)
+        stored = [buffer for spec in specs for buffer in spec.buffers(plan) if buffer.alias_of is None]
+        on_disk = [buffer for buffer in stored if buffer.tier is Tier.NVME]
+        return Needs(
+            sum(buffer.nbytes for buffer in stored if buffer.tier is Tier.HOST),
+            [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name != PARAMETER],
+            [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name == PARAMETER],
+        )
 
 
 class OffloadMemory:
@@ -197,7 +193,7 @@ class OffloadMemory:
         try:
             self.bus.drain()
         except RuntimeError as error:  # a device that has failed
-            logger.warning("the copies from the device to the host did not finish: %s", error)
+            logger.warning("the device-to-host copies did not finish: %s", error)
         self._arena = Arena(0, pinned=False)
         for swap in self._swaps:
             swap.close()

@@ -4,11 +4,11 @@ The step updates the master weight, some elements at a time. A `Publisher` copie
 later ranges are still updated.
 
 [Note: the newest value of a shard]
-An all-gather takes the shard's `gather_source` and does not depend on its tier. Only a shard in host memory may be
-older than its fp32 master: next to a GPU the host updates the master and leaves the cast to the GPU, which makes it
-during the next all-gather and copies it back to the host. Until then the master is the shard's newest value
-(`stale_behind`), and every other reader of the shard calls `refresh` first, which casts it on the host. If the GPU
-takes the step, it casts at once.
+An all-gather reads the `values` of a shard on the device, and the `gather_source` of an offloaded one. Only a shard in
+host memory may be older than its fp32 master: next to a GPU the host updates the master and leaves the cast to the GPU,
+which makes it during the next all-gather and copies it back to the host. Until then the master is the shard's newest
+value (`stale_behind`), and every other reader of the shard calls `refresh` first, which casts it on the host. If the
+GPU takes the step, it casts at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onefold.offload.bus import COMPLETE, Bus, CopyEvent
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import DiskTensor, Transfer
 from onefold.plan import Tier
-from onefold.plan.memory import master_dtype
+from onefold.plan.buffers import master_dtype
 
 # Elements of a master that are copied to the device and cast at once. The device holds an fp32 copy of them meanwhile.
 _CAST_SIZE = 1 << 23
@@ -87,8 +87,8 @@ class ParamShard:
         """The shard as a buffer. Call `refresh` first if its newest value is needed."""
         return Buffer.of(self.values)
 
-    def gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
-        """Return the source of this rank's slice of an all-gather.
+    def gather_source(self, *, is_overwritten: bool) -> Source:
+        """Return the source of this rank's slice of an all-gather, for an offloaded shard.
 
         `is_overwritten` says that the all-gather then decodes other values into that slice.
         """
@@ -132,14 +132,6 @@ class DeviceShard(ParamShard):
     def __init__(self, values: torch.Tensor, bus: Bus | None = None) -> None:
         self.values = values
         self._bus = bus
-
-    def gather_source(self, *, is_overwritten: bool) -> torch.Tensor:
-        if self.values.numel() and not self.values.untyped_storage().size():
-            raise RuntimeError(
-                "the storage of a parameter shard was emptied by hand, and its values are lost. Free the device's "
-                "memory with engine.offload_states(include=['lp_params']), and load a checkpoint into a new engine"
-            )
-        return self.values
 
     def write(self, values: torch.Tensor) -> None:
         self.values.copy_(values)

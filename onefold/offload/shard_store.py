@@ -33,16 +33,11 @@ from onefold.offload.param_shard import DeviceShard, LastUse, ParamShard, Publis
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck, fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier
+from onefold.plan.buffers import MASTER, PARAMETER, BufferSpec, master_dtype
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
-from onefold.plan.memory import master_dtype
-from onefold.plan.state_formats import FormatPart, StateFormat
 
 # Elements of a master that are compared with the model weight at once.
 _COMPARED = 1 << 22
-
-
-def _widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return zeros_apart(values.numel(), dtype, values.device).copy_(values)
 
 
 class ShardStore:
@@ -89,13 +84,11 @@ class ShardStore:
     def write_back(self, values: torch.Tensor) -> None:
         """Store this rank's range of the unsharded parameters as the parameter shard."""
         if self.param is None:
-            spec = self.spec
-            tier, size = spec.residency.parameters, spec.layout.shard_size
-            dtype = master_dtype(spec.dtype) if tier is Tier.DEVICE and spec.master_is_shard else spec.dtype
+            (shard,) = self._planned(PARAMETER)
             if self._memory is not None:
-                self.param = self._memory.param_shard(tier, size, dtype)
+                self.param = self._memory.param_shard(shard.tier, shard.numel, shard.dtype)
             else:
-                self.param = DeviceShard(zeros_apart(size, dtype, self.device))
+                self.param = DeviceShard(zeros_apart(shard.numel, shard.dtype, self.device))
         self.param.write(values)
 
     def prefetch(self) -> bool:
@@ -124,26 +117,22 @@ class ShardStore:
     def make_master(self, unsharded: torch.Tensor) -> None:
         """Create the master weight. `unsharded` is the flat parameter, for one that stays unsharded."""
         used = self.param.values if self.param is not None else unsharded[self.start : self.stop]
-        wide, format_, size = master_dtype(self.spec.dtype), self.spec.state_spec.master, self.stop - self.start
-        if format_ is not None:
-            parts = [self._room(part) for part in self.spec.parts_of_master()]
-            self._master = Buffer([used, *parts] if self.spec.weight_is_master else parts, size, format_)
-            if not self.spec.weight_is_master:
-                self._master.store(Buffer.of(used).fetch())
-        elif self.is_offloaded and not self.spec.master_is_shard:
-            self._master = Buffer.of(self._room(FormatPart(wide)))
-            self._master.store(Buffer.of(used).fetch().to(wide))
-        else:
-            self._master = Buffer.of(used if used.dtype == wide else _widened(Buffer.of(used).fetch(), wide))
-        if self.param is None and self._master.parts[0] is not used:
+        parts = [used if part.alias_of is not None else self._allocate(part) for part in self._planned(MASTER)]
+        self._master = Buffer(parts, self.stop - self.start, self.spec.state_spec.master)
+        if parts[0] is not used:
+            self._master.store(Buffer.of(used).fetch())
+        if self.param is None and parts[0] is not used:
             assert isinstance(used, torch.Tensor)
             self.model_weight = used
         self.take_fingerprint()
 
     def make_states(self) -> None:
         """Allocate the optimizer states, all zero."""
-        spec = self.spec.state_spec
-        self.states = {name: self._state(spec.format_of(name)) for name in spec.names}
+        spec, numel = self.spec.state_spec, self.stop - self.start
+        self.states = {
+            name: Buffer([self._allocate(part) for part in self._planned(name)], numel, spec.format_of(name))
+            for name in spec.names
+        }
 
     def add_state(self, name: str, room: Buffer | None) -> None:
         """Add a state that the plan did not count, all zero, in the dtype of the master.
@@ -157,17 +146,16 @@ class ShardStore:
             room = Buffer.of(zeros_apart(numel, master_dtype(self.spec.dtype), self.device))
         self.states[name] = room
 
-    def _state(self, format_: StateFormat | None) -> Buffer:
-        parts = (FormatPart(master_dtype(self.spec.dtype)),) if format_ is None else format_.parts
-        return Buffer([self._room(part) for part in parts], self.stop - self.start, format_)
+    def _planned(self, name: str) -> list[BufferSpec]:
+        """Return the planned buffer of this name: one spec for each of its parts."""
+        return [buffer for buffer in self.spec.buffers(self._plan) if buffer.name == name]
 
-    def _room(self, part: FormatPart) -> torch.Tensor | DiskTensor:
-        """Allocate a part of a master or state in the tier of the states, all zero."""
-        numel = part.numel(self.stop - self.start)
-        if not self.is_offloaded:
-            return zeros_apart(numel, part.dtype, self.device)
+    def _allocate(self, part: BufferSpec) -> torch.Tensor | DiskTensor:
+        """Allocate a part of a master or state, all zero."""
+        if part.tier is Tier.DEVICE:
+            return zeros_apart(part.numel, part.dtype, self.device)
         assert self._memory is not None
-        return self._memory.state(self.state_tier, numel, part.dtype)
+        return self._memory.state(part.tier, part.numel, part.dtype)
 
     def make_grad(self, dtype: torch.dtype, *, in_place: bool) -> GradShard:
         """Allocate the reduced gradient in the tier in which the step reads it."""

@@ -32,12 +32,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from onefold.gpu_kernels import kernels_of
-from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
+from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 
 # Blocks whose largest magnitude is below this become zero, because their smallest values would be subnormal.
 TINY = 2.0**-90
 
-_kernels = kernels_of("onefold.offload.state_kernels", "states in fewer bytes")
+_kernels = kernels_of("onefold.offload.state_kernels", "quantized states")
 
 
 def host_tile() -> int:
@@ -126,16 +126,16 @@ def _along(part: torch.Tensor, per_element: int, low: int, high: int) -> torch.T
 
 
 def _decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    if format is SIGNED:
+    if format is INT8:
         # Divide by a tensor, because torch on a GPU multiplies by the reciprocal of a Python number.
         out.copy_(parts[0]).div_(out.new_full((), 127.0))
         out.mul_(torch.abs(out, out=_scratch(out)))
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
-    elif format is SQUARES:
+    elif format is INT8_SQUARES:
         out.copy_(parts[0]).div_(out.new_full((), 255.0))
         out.mul_(out).mul_(out)
         out.view(-1, BLOCK).mul_(parts[1].view(-1, 1))
-    elif format is DITHERED:
+    elif format is BF16_STOCHASTIC:
         out.copy_(parts[0])
     else:
         assert format in (SPLIT_16, SPLIT_8), f"no decoding for the state format {format.name}"
@@ -150,9 +150,9 @@ def _decode(format: StateFormat, parts: Sequence[torch.Tensor], out: torch.Tenso
 
 
 def _encode(format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Tensor], dither: Dither | None) -> None:
-    if format is SIGNED or format is SQUARES:
+    if format is INT8 or format is INT8_SQUARES:
         _companded(format, values, *parts)
-    elif format is DITHERED:
+    elif format is BF16_STOCHASTIC:
         _dithered(values, parts[0], dither)
     else:
         assert format in (SPLIT_16, SPLIT_8), f"no encoding for the state format {format.name}"
@@ -162,12 +162,12 @@ def _encode(format: StateFormat, values: torch.Tensor, parts: Sequence[torch.Ten
 def _companded(format: StateFormat, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     # New memory, comparisons and `where` are slow on a host, so only scales are compared.
     blocks, roots = values.view(-1, BLOCK), _scratch(values).view(-1, BLOCK)
-    magnitudes = torch.abs(blocks, out=roots) if format is SIGNED else blocks
+    magnitudes = torch.abs(blocks, out=roots) if format is INT8 else blocks
     largest = magnitudes.amax(1, keepdim=True)
     usable = (largest >= TINY) & largest.isfinite()
     scales.view(-1, 1).copy_(torch.where(usable, largest, torch.where(largest < TINY, 0.0, torch.nan)))
     torch.div(magnitudes, torch.where(usable, largest, torch.inf), out=roots).sqrt_()
-    if format is SIGNED:
+    if format is INT8:
         codes.view(-1, BLOCK).copy_(roots.mul_(127.0).add_(0.5).copysign_(blocks))
     else:
         # torch converts fp32 to bytes slowly, so convert to int16 first.

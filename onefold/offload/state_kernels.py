@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from onefold.offload import state_codec
-from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
+from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 
 # The constants that select a format in the kernels. PLAIN is fp32.
 BYTES, BYTES_OF_SQUARES, PLAIN, ROUNDED, SPLIT_TO_16, SPLIT_TO_8 = (tl.constexpr(number) for number in range(6))
-KINDS = {SIGNED: 0, SQUARES: 1, None: 2, DITHERED: 3, SPLIT_16: 4, SPLIT_8: 5}
+KINDS = {INT8: 0, INT8_SQUARES: 1, None: 2, BF16_STOCHASTIC: 3, SPLIT_16: 4, SPLIT_8: 5}
 
 # Blocks per Triton program.
 PER_PROGRAM = 8
@@ -152,8 +152,8 @@ def encode(
 def try_out() -> None:
     """Raise if the kernels do not compile, do not run, or differ from torch."""
     values = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
-    for format in (SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8):
-        of_form = values.abs() if format is SQUARES else values
+    for format in (INT8, INT8_SQUARES, BF16_STOCHASTIC, SPLIT_16, SPLIT_8):
+        of_form = values.abs() if format is INT8_SQUARES else values
         found = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in format.parts]
         wanted = [torch.zeros_like(part) for part in found]
         dither = state_codec.Dither(1, "weight", 7)
@@ -162,4 +162,4 @@ def try_out() -> None:
         decode(format, found, back := torch.empty_like(values))
         state_codec.decode_in_torch(format, wanted, plain := torch.empty_like(values))
         if not (all(map(torch.equal, found, wanted)) and torch.equal(back, plain)):
-            raise RuntimeError(f"the kernels for {format.name} gave other values than torch")
+            raise RuntimeError(f"the kernels for {format.name} return other values than torch")

@@ -159,7 +159,7 @@ def _remove_if_dead(folder: str) -> None:
             os.rmdir(folder)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY and _LOCK not in _names(folder):
-                logger.warning("not removed, because it has no lock but is not empty: %s", folder)
+                logger.warning("folder is not removed, because it is not empty and has no lock: %s", folder)
         return
     except OSError:  # It belongs to another user.
         return
@@ -167,9 +167,7 @@ def _remove_if_dead(folder: str) -> None:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unknown = ", ".join(sorted(_names(folder) - {_LOCK, _DATA}))
         if unknown:
-            logger.warning(
-                "not removed, because it contains files that onefold did not create (%s): %s", unknown, folder
-            )
+            logger.warning("folder is not removed, because it contains other files (%s): %s", unknown, folder)
         else:
             _empty(folder)
     except BlockingIOError:  # Its job is running.
@@ -200,17 +198,17 @@ def _free_bytes(path: str) -> int | None:
 
 
 def _too_small(path: str, needed: int, free: int | None, reason: str | None = None) -> ConfigError:
-    has = "it does not say how many" if free is None else f"{free} ({free / 1e9:.2f} GB)"
+    has = "an unknown number" if free is None else f"{free} ({free / 1e9:.2f} GB)"
     said = f" ({reason})" if reason else ""
     return ConfigError(
-        f"nvme_path = {path}: this rank needs {needed} bytes ({needed / 1e9:.2f} GB) on that file system, and {has} "
-        f"are free{said}; make room there, or let nvme_path name a larger drive"
+        f"nvme_path = {path}: this rank needs {needed} bytes ({needed / 1e9:.2f} GB) on that file system, but {has} "
+        f"are free{said}. Free space there, or set nvme_path to a larger drive."
     )
 
 
 def _unusable(path: str, error: OSError) -> ConfigError:
     where = f" at {error.filename}" if error.filename and error.filename != path else ""
     return ConfigError(
-        f"nvme_path = {path}: cannot be used as a swap folder ({error.strerror}{where}); "
-        "let nvme_path name a folder that this user can write to"
+        f"nvme_path = {path}: cannot be used as a swap folder ({error.strerror}{where}). "
+        "Set nvme_path to a folder that this user can write to."
     )

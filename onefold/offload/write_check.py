@@ -28,7 +28,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _kernels = kernels_of(
     "onefold.offload.write_kernels",
     "the check for written parameters",
-    "onefold.honour_writes false turns the check off",
+    "set onefold.honour_writes to false to disable it",
 )
 
 

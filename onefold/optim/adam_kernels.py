@@ -26,7 +26,7 @@ from onefold.offload.state_kernels import (
     two_parts,
 )
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile, Tile, adam_in_single_operations
-from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES
+from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16
 
 
 @triton.jit
@@ -120,7 +120,12 @@ def try_out() -> None:
     numbers = AdamNumbers.of({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1,
                               "decoupled_weight_decay": True}, 3)  # fmt: skip
     gradient = torch.linspace(-1.0, 1.0, 2 * BLOCK, dtype=torch.float32, device="cuda")
-    for formats in ((None, SIGNED, SQUARES), (SPLIT_16, SIGNED, SQUARES), (SPLIT_8, SIGNED, SQUARES), (DITHERED,) * 3):
+    for formats in (
+        (None, INT8, INT8_SQUARES),
+        (SPLIT_16, INT8, INT8_SQUARES),
+        (SPLIT_8, INT8, INT8_SQUARES),
+        (BF16_STOCHASTIC,) * 3,
+    ):
         tiles = []
         for _ in range(2):
             buffers: dict[str, Buffer] = {}
@@ -135,4 +140,4 @@ def try_out() -> None:
         step_in_torch(tiles[1], numbers)
         for one, other in zip(_in_order(tiles[0]), _in_order(tiles[1]), strict=True):
             if not all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors, strict=True)):
-                raise RuntimeError("the kernel of Adam gave other values than torch")
+                raise RuntimeError("the Adam kernel returns other values than torch")

@@ -38,7 +38,7 @@ class StepDecision:
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._scaling = plan.scaling
         self.scales_loss = plan.scaling.loss_scale.enabled
-        self.loss_scale = build_loss_scale(plan.scaling.loss_scale)
+        self.loss_scale = build_loss_scale(plan.scaling)
         # A description of the gradients that were not finite in the last skipped step.
         self.problem = ""
         # The losses of the backward passes since the last step, as far as the engine received them.
@@ -76,7 +76,7 @@ class StepDecision:
             if on_device and checks and scalars.overflow:
                 step.undo_step()
             raise
-        self._schedule.check()
+        self._schedule.guard.check()
         self.applied = not step.overflow
         if self.applied and not on_device:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())
@@ -86,8 +86,8 @@ class StepDecision:
             self.problem = _describe_nonfinite(self._schedule, self.losses)
             if self._scaling.nonfinite == "raise":
                 raise NonFiniteError(
-                    f"{self.problem}. No weight was changed, and the gradients are dropped: training may go on with "
-                    'another batch. onefold.nonfinite_gradients: "skip" leaves such steps out, "ignore" takes them'
+                    f"{self.problem}. No weight was changed, and the gradients are dropped, so another batch may "
+                    'follow. Set onefold.nonfinite_gradients to "skip" to skip such steps, or "ignore" to run them.'
                 )
         return True
 
@@ -115,8 +115,8 @@ class StepDecision:
     def _exchange(self, groups: GroupDigest | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
         params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
         late = bool(self._schedule.late_units())
-        if not params and not late and self._schedule.trained:
-            raise RuntimeError("engine.step() without a backward since the last step: there is nothing to step with")
+        if not params and not late and self._schedule.trained_units:
+            raise RuntimeError("engine.step() without a backward since the last one. Call engine.backward first.")
         return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits)
 
     def _clip_coefficient(self) -> float:
@@ -139,9 +139,13 @@ def _describe_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> s
 
     A reduced gradient does not show which rank caused the problem, but the losses of the ranks do.
     """
-    units = schedule.trained
+    units = schedule.trained_units
     bad = [
-        any(not math.isfinite(param.grad.shard.square_sum().item()) for param in unit.trained if _is_reduced(param))
+        any(
+            not math.isfinite(param.grad.shard.square_sum().item())
+            for param in unit.trained_params
+            if _is_reduced(param)
+        )
         for unit in units
     ]
     values = [loss.item() for loss in losses]
@@ -153,12 +157,12 @@ def _describe_nonfinite(schedule: Schedule, losses: Sequence[torch.Tensor]) -> s
     if bad_losses:
         cause = "the loss was " + ", ".join(f"{value} on rank {rank}" for rank, value in bad_losses.items())
     elif all(row[-2] for row in rows):
-        cause = "the loss was finite on every rank, so it happened in backward"
+        cause = "the loss was finite on every rank, so backward caused it"
     else:
-        cause = "no loss is known that was not finite, as backward was called on a loss directly"
+        cause = "the loss is unknown, because backward was called on the loss directly"
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     which = (
-        f"every unit, {names[0]} first,"
+        f"every unit (the first is {names[0]})"
         if len(names) == len(units) > 1
         else f"unit {', '.join(names[:_MAX_NAMES])}{more}"
     )

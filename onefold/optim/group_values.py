@@ -1,84 +1,29 @@
-"""The values of parameter groups: read at `initialize`, and checked when user code changes them during the run."""
+"""The check of values that user code writes to parameter groups during the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from onefold.config import ConfigError
-from onefold.config.keys import entries, read_value, spellings
-from onefold.config.params import OPTIMIZERS, SGDParams
-from onefold.config.read import meant_key
-from onefold.optim.instance import is_torchs, plain_number
-from onefold.optim.signature import check_arguments
+from onefold.errors import ConfigError
+from onefold.optim.instance import is_torchs
+from onefold.plan import HYPERPARAMETERS, READ_NAMES, check_arguments, check_names
 
 Check = Callable[[Mapping[str, Any], str], object]
 """Raises if the optimizer does not accept one of the values of a group. The path of the group is for messages."""
 
 
-def read_group(kind: type, group: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the hyperparameters of a group, converted to their types, under their canonical names.
-
-    Tensors are checked, but returned unchanged.
-    """
-    read = {}
-    for name, value in group.items():
-        entry = spellings(kind).get(name)
-        if entry is None or (value is None and entry.optional):
-            continue
-        plain = read_value(f"{path}.{name}", _plain(value), entry)
-        if entry.key.refused is not None and entry.is_requested(plain):
-            raise ConfigError(f"{path}.{name} = {plain!r}: {entry.key.refused}")
-        read[entry.name] = value if _has_tensor(value) else plain
-    return read
-
-
-def check_names(group: Mapping[str, Any], known: Sequence[str], path: str, optimizer: str) -> None:
-    """Raise for a key that only other optimizers read, or that is a misspelling of a known one.
-
-    Other keys are accepted, because user code may add its own.
-    """
-    for name in group:
-        if name in (*known, "params"):
-            continue
-        if (meant := meant_key(name, known, certain=True)) is not None:
-            raise ConfigError(f"{path}.{name}: no optimizer reads it; did you mean {path}.{meant}?")
-        if name in _hyperparameters():
-            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not read it. Leave it out of the group")
-
-
-@cache
-def _hyperparameters() -> frozenset[str]:
-    """Return every key that one of onefold's optimizers reads."""
-    found = [entry for kind in OPTIMIZERS.values() for entry in entries(kind).values()]
-    read = [entry for entry in found if not (entry.key.notice or entry.key.refused)]
-    return frozenset(name for entry in read for name in (entry.name, *entry.key.aliases))
-
-
-def check_of_kind(kind: type) -> Check:
-    """Return the check for groups whose keys are those of a section of the config."""
-    return partial(read_group, kind)
-
-
 def check_of_rate(values: Mapping[str, Any], path: str) -> None:
     """Check the learning rate only, in a group of a user-defined class whose other keys are unknown."""
-    read_group(SGDParams, {name: value for name, value in values.items() if name == "lr"}, path)
+    HYPERPARAMETERS["sgd"].read({name: value for name, value in values.items() if name == "lr"}, path)
 
 
 def check_of_class(instance: torch.optim.Optimizer | None) -> Check | None:
     """Return the check for groups of a torch class, by its type annotations, or None for other classes."""
     return partial(check_arguments, type(instance)) if is_torchs(instance) else None
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else plain_number(value)
-
-
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(inner, torch.Tensor) for inner in (value if isinstance(value, list | tuple) else [value]))
 
 
 class WrittenValues:
@@ -115,15 +60,15 @@ class WrittenValues:
         for flag, value in self._fixed[index].items():
             if bool(group.get(flag)) != bool(value):
                 raise ConfigError(
-                    f"{path}.{flag} was {value!r} at initialize and is {group.get(flag)!r} now: shards are laid out by "
-                    "it. Give the group that value before initialize"
+                    f"{path}.{flag} was {value!r} at initialize and is {group.get(flag)!r} now, but shards are laid "
+                    "out by it. Set it before initialize."
                 )
         check(written, path)
         if check is check_of_rate:  # the keys that a user-defined rule reads are unknown
             return
         for key in first:
-            if key not in group and key in _hyperparameters():
-                raise ConfigError(f"{path}.{key} was removed from the group, and optimizer {self._name} reads it")
+            if key not in group and key in READ_NAMES:
+                raise ConfigError(f"{path}.{key} was removed from the group, but optimizer {self._name} reads it.")
         check_names({key: None for key in written if key not in first}, list(first), path, self._name)
 
 

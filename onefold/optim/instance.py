@@ -285,8 +285,8 @@ class InstanceRule:
                     tile.states[name].copy_(value)
             elif _is_elementwise(value, tile.parameter):
                 raise RuntimeError(
-                    f"optimizer {self._name} made a state {name!r} that its first step did not make: there is no room "
-                    "for it on disk. Make all states in the first step, or offload to cpu"
+                    f"optimizer {self._name} created the state {name!r} after its first step, so there is no space "
+                    "for it on disk. Create all states in the first step, or offload to cpu."
                 )
         with self._lock:  # device and host may step tiles at the same time
             if has_states or state:
@@ -308,8 +308,8 @@ class InstanceRule:
             plain = all(value is _MISSING or is_plain(value) for value in (one, other))
             if plain and not same(one, other):
                 raise RuntimeError(
-                    f"optimizer {self._name} wrote {key!r} to {where} differently for different elements: it looks "
-                    "across elements, but states on NVMe are stepped a tile at a time. Offload to cpu"
+                    f"optimizer {self._name} wrote different values of {key!r} to {where} for different elements. It "
+                    "is not elementwise, but states on NVMe are updated in tiles. Offload to cpu."
                 )
 
     def latest(self, group: int) -> dict[str, Any]:

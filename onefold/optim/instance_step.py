@@ -61,8 +61,8 @@ class InstanceStep:
                 group["params"] = original
         if instance.param_groups is not groups or len(groups) != len(parameters):
             raise RuntimeError(
-                f"optimizer {type(instance).__name__} made other param_groups in its step: parameter groups are fixed "
-                "when initialize lays out the shards"
+                f"optimizer {type(instance).__name__} replaced its param_groups in its step. Parameter groups cannot "
+                "change after initialize."
             )
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:

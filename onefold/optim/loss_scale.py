@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.config.precision import Fp16
+from onefold.plan.plan import Scaling
 
 
 class LossScaleError(FloatingPointError):
@@ -71,9 +71,9 @@ class DynamicLossScale:
         if self.value <= self.min_scale:
             raise LossScaleError(
                 f"gradients overflowed at step {self.iteration} with the loss scale at its minimum, {self.value:g} "
-                "(fp16.min_loss_scale). Training has most likely diverged: lower the learning rate, clip gradients, "
-                "look for a loss that is not finite, or train in bf16; a smaller fp16.min_loss_scale only helps "
-                "where the loss itself is large."
+                "(fp16.min_loss_scale). Training has most likely diverged. Lower the learning rate, clip gradients, "
+                "check that the loss is finite, or train in bf16. A smaller fp16.min_loss_scale helps only if the "
+                "loss itself is large."
             )
         self.value = max(self.value / 2, self.min_scale)
 
@@ -104,8 +104,9 @@ class DynamicLossScale:
 LossScale = StaticLossScale | DynamicLossScale
 
 
-def build_loss_scale(fp16: Fp16) -> LossScale:
-    """Build the loss scale of a config: 1 without fp16, a static one, or a dynamic one if `loss_scale` is 0."""
+def build_loss_scale(scaling: Scaling) -> LossScale:
+    """Build the loss scale of a plan: 1 without fp16, a static one, or a dynamic one if `loss_scale` is 0."""
+    fp16 = scaling.loss_scale
     if not fp16.enabled or fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale if fp16.enabled else 1.0)
     return DynamicLossScale(

@@ -12,16 +12,66 @@ from typing import Any
 
 from torch import nn
 
-from onefold.config import ConfigError
+from onefold.errors import ConfigError
+from onefold.optim.matrix_rules import MatrixRule
+from onefold.plan import HYPERPARAMETERS, OptimizerSpec, check_names
 from onefold.plan.matrices import Splits
 from onefold.runtime.param_handle import unsharded_shape
 
 # Names of modules that are embeddings or output heads. A parameter with "embed" in its name is an embedding, too.
 _OUTER = {"lm_head", "head", "wte", "wpe", "score", "classifier"}
 _EMBEDDING = "embed"
+NORM_EPS = 1e-7
+"""The smallest norm that a matrix is divided by, torch's default."""
+DIVISION_KEYS = ("muon_lr", "adam_lr", "adamw_names", "split_rows")
+"""The keys that control how parameters are divided, and the learning rates of both kinds."""
 
 
-class GroupsOfMatrices:
+def divide_groups(
+    rule: MatrixRule, spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], model: nn.Module | None
+) -> tuple[list[dict[str, Any]], Splits]:
+    """Divide each group into matrices, with the hyperparameters of the rule, and others, with those of AdamW.
+
+    Return the groups, and how parameters are split into matrices.
+    """
+    hyper, adamw = HYPERPARAMETERS[rule.name], HYPERPARAMETERS["adamw"]
+    division = _Division(rule.flag, model, spec.params["adamw_names"])
+    found = []
+    for index, group in enumerate(groups):
+        path, is_matrices = f"model_parameters[{index}]", group.get(rule.flag)
+        read = {**group, **hyper.read(group, path)}
+        known = [*hyper.names, rule.flag]
+        if is_matrices is not None and not is_matrices:  # AdamW steps the whole group, which may have all of its keys
+            read |= adamw.read({key: value for key, value in group.items() if key not in known}, path)
+            known += adamw.names
+        check_names(group, known, path, spec.type)
+        if is_matrices is not None:
+            _check_division(read, rule.flag, path)
+        for part in division.divide(read, path):
+            rate = "muon_lr" if part[rule.flag] else "adam_lr"
+            rates = (part.get(rate), part.get("lr"), spec.params.get(rate), spec.params["lr"])
+            values = {**spec.params, **part, "lr": next(rate for rate in rates if rate is not None)}
+            if part[rule.flag]:
+                values["eps"] = part.get("eps", NORM_EPS)
+            else:
+                values["decoupled_weight_decay"] = True
+            found.append({key: value for key, value in values.items() if key not in DIVISION_KEYS})
+    return found, division.splits(spec.params["split_rows"])
+
+
+def _check_division(group: Mapping[str, Any], flag: str, path: str) -> None:
+    """Raise if a group that is only matrices, or only others, has keys for the other kind."""
+    wrong = ["adam_lr"] if group[flag] and not group.get("adamw_names") else []
+    wrong = wrong if group[flag] else ["muon_lr", "split_rows"]
+    for key in wrong:
+        if group.get(key) not in (None, ()):
+            raise ConfigError(
+                f"{path}.{key}: nothing reads it in a group with {flag} = {bool(group[flag])}. Leave it out, or leave "
+                f"{flag} out."
+            )
+
+
+class _Division:
     """The division of groups into matrices and others, recorded under the key `flag`.
 
     `others` are the name patterns that the config lists for AdamW (`adamw_names`).
@@ -57,7 +107,7 @@ class GroupsOfMatrices:
     def _split(self, texts: Sequence[str], matrices: Sequence[Any], path: str) -> None:
         names = [self._names[id(parameter)] for parameter in matrices if id(parameter) in self._names]
         if texts and self._names and not names:
-            raise ConfigError(f"{path}: no parameter of the group is stepped as a matrix. Leave it out of the group")
+            raise ConfigError(f"{path}: no parameter of the group is stepped as a matrix. Leave it out of the group.")
         for pattern, parts in read_splits(texts, names, path).items():
             self._splits |= {escape(name): parts for name in names if fnmatchcase(name, pattern)}
 
@@ -94,8 +144,8 @@ def read_splits(texts: Sequence[str], names: Sequence[str], path: str) -> Splits
             numbers = []
         if not pattern or not numbers or min(numbers) < 1:
             raise ConfigError(
-                f"{path}: {text!r} is no pattern with parts, as in *.qkv.weight=3 (equal parts) or "
-                "*.qkv.weight=1024,256,256 (rows of each)"
+                f"{path}: {text!r} is no pattern with parts. Write *.qkv.weight=3 for equal parts, or "
+                "*.qkv.weight=1024,256,256 for the rows of each."
             )
         found[pattern] = numbers[0] if len(numbers) == 1 else numbers
     _check_names(list(found), names, path)
@@ -106,6 +156,6 @@ def _check_names(patterns: Sequence[str], names: Sequence[str], path: str) -> No
     for pattern in patterns:
         if names and not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"{path}: no parameter has a name like {pattern!r}; names are as in model.named_parameters(), "
-                f"{names[0]} for one"
+                f"{path}: no parameter has a name like {pattern!r}. Names are those of model.named_parameters(), "
+                f"such as {names[0]}."
             )

@@ -125,4 +125,4 @@ def try_out() -> None:
         expected.mul_(0.999).add_(updates[1], alpha=-0.037)
         for one, other in ((found, wanted), (updates[0], updates[1]), (moved, expected)):
             if not torch.equal(one, other):
-                raise RuntimeError("the kernels of Muon gave other values than torch")
+                raise RuntimeError("the Muon kernels return other values than torch")

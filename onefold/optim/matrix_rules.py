@@ -43,7 +43,7 @@ Kept = dict[str, Any]
 """The states of one whole matrix: tensors and plain numbers, by name."""
 
 
-# The dtype in which pieces of matrices are exchanged (`plan.memory.MATRIX_ITEMSIZE` bytes).
+# The dtype in which pieces of matrices are exchanged (`plan.traffic.MATRIX_ITEMSIZE` bytes).
 WIRE = torch.bfloat16
 
 _kernels = kernels_of("onefold.optim.matrix_kernels", "the elementwise parts of Muon and Shampoo")
@@ -171,23 +171,23 @@ def work_on(rule: MatrixRule, matrix: torch.Tensor, kept: Kept, hyper: Hyper, st
     if not isinstance(result, torch.Tensor):
         raise TypeError(
             f"{who}: work() returned {type(result).__name__} for a matrix of shape {shape}. Return a tensor of that "
-            "shape"
+            "shape."
         )
     if tuple(result.shape) != shape:
         raise ValueError(
             f"{who}: work() returned shape {tuple(result.shape)} for a matrix of shape {shape}. Return a tensor of the "
-            "shape that it was given"
+            "same shape."
         )
     if result.layout != torch.strided or result.is_meta or not torch.can_cast(result.dtype, dtype):
         raise TypeError(
             f"{who}: work() returned a tensor of {result.dtype}, {result.layout} on {result.device} for a matrix of "
-            f"shape {shape}, {dtype} on {device}. Return one that can be cast to that"
+            f"shape {shape}, {dtype} on {device}. Return one that can be cast to these."
         )
     for key, value in kept.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor | int | float):
             raise TypeError(
-                f"{who}: work() put {type(value).__name__} under {key!r} into kept, and a checkpoint cannot hold that. "
-                "Put tensors, ints, floats or bools there, under names"
+                f"{who}: work() put {type(value).__name__} under {key!r} into kept, which cannot be saved. "
+                "Store tensors, ints, floats or bools, under names."
             )
     return result.to(device, dtype).contiguous()
 

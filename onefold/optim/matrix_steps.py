@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from onefold.comm import PeerExchange
-from onefold.config.keys import shown
+from onefold.errors import shown
 from onefold.offload.param_shard import Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.matrix_exchange import ExchangedMatrices, MatrixExchange, MatrixRoute
@@ -330,8 +330,8 @@ class MatrixSteps:
                 if saved is not None and saved != here:
                     names = ", ".join(sorted({key.partition("/")[2] for key in values if "/" in key}))
                     found[member.name] = (
-                        f"{names} of {member.name}: saved for matrices of {shown(saved)} rows, and it is divided into "
-                        f"matrices of {shown(here)} rows here"
+                        f"{names} of {member.name}: saved for matrices of {shown(saved)} rows, but this job has "
+                        f"matrices of {shown(here)} rows"
                     )
         return found
 

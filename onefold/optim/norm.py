@@ -107,7 +107,7 @@ def exchange_scalars(
     squares = [param.grad.shard.square_sum().to(param.device) for param in params if param.layout.total]
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
-        schedule.meet_for_step([])
+        schedule.synchronize_for_step([])
         return StepScalars(mine, late=late, alarm=alarm, waits=waits)
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
     flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS
@@ -119,9 +119,9 @@ def exchange_scalars(
         one, other = find_mismatch(schedule, "the optimizer's param_groups", groups.text)
         raise RuntimeError(
             f"{one.key} of the optimizer is {one.value} on rank {one.rank} and {other.value} on rank {other.rank} "
-            "before a step, and must be the same on all, as each rank steps a slice of the model: let a schedule see "
-            "the same numbers on all ranks (a metric reduced over them, as by torch.distributed.all_reduce), and set "
-            "rates alike"
+            "before a step, but must be the same on all ranks, because each updates a slice of the model. Set the same "
+            "values on all ranks, and pass the same metric to a scheduler (reduced over the ranks, as by "
+            "torch.distributed.all_reduce)."
         )
     late, alarm, waits = (any(row[1] & flag for row in rows) for flag in (_LATE, _ALARM, _WAITS))
     if on_device:
@@ -143,7 +143,7 @@ def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:
     if len(set(done)) > 1:
         counts = "; ".join(f"rank {rank} is at a step after {number} reductions" for rank, number in enumerate(done))
         schedule.guard.fail(
-            f"the ranks have diverged: {counts}. Let all ranks call forward, backward and step equally often"
+            f"the ranks have diverged: {counts}. Call forward, backward and step equally often on all ranks."
         )
 
 
@@ -156,13 +156,13 @@ def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[
     """Raise if a step of a user-defined class over shards wrote different values to its groups on different ranks."""
     operation = "what the optimizer wrote to its param_groups"
     texts = _group_texts(groups)
-    if len({row[0] for row in schedule.synchronize(operation, [_digest(texts)])}) > 1:
+    if len({row[0] for row in schedule.agreement.synchronize(operation, [_digest(texts)])}) > 1:
         one, other = find_mismatch(schedule, operation, texts)
         raise RuntimeError(
             f"optimizer {optimizer}: {one.key} is {one.value} on rank {one.rank} and {other.value} on rank "
-            f"{other.rank} after a step, and must be the same on all. Each rank steps a slice of the model, so an "
-            "optimizer that makes one number of all parameters has to add it up over ranks itself (fsdp_in_use=True "
-            "where it has such a mode); or use zero_optimization.stage 0"
+            f"{other.rank} after a step, but must be the same on all ranks. Each updates a slice of the model, so an "
+            "optimizer that computes one number from all parameters must reduce it over the ranks (fsdp_in_use=True "
+            "if it has such a mode). Otherwise, use zero_optimization.stage 0."
         )
 
 
@@ -177,30 +177,30 @@ def _synchronize(schedule: Schedule, call: int, first: int = 0, flags: int = 0, 
         "written": ", ".join(schedule.written_names()),
     }
     changes_digest = _digest(changes) if any(changes.values()) else 0
-    rows = schedule.meet_for_step([first, flags + call * _CALL, changes_digest, groups])
+    rows = schedule.synchronize_for_step([first, flags + call * _CALL, changes_digest, groups])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]
     for rank, call in enumerate(made):
         if call != made[0]:
             raise RuntimeError(
-                f"rank {rank} calls {calls[call]} where rank 0 calls {calls[made[0]]}: call the same on all"
+                f"rank {rank} calls {calls[call]}, but rank 0 calls {calls[made[0]]}. Make the same calls on all ranks."
             )
     if len({row[_CHANGES] for row in rows}) > 1:
         one, other = find_mismatch(schedule, "what was done to parameters", changes)
         raise RuntimeError(
             f"rank {other.rank} has {_CHANGE_MESSAGES[one.key]}; on rank {other.rank}: {other.value or 'none'}, on "
-            f"rank {one.rank}: {one.value or 'none'}. Do the same on all ranks"
+            f"rank {one.rank}: {one.value or 'none'}. Do the same on all ranks."
         )
     return rows
 
 
 _CHANGE_MESSAGES = {
-    "frozen": "frozen other parameters than rank 0 (requires_grad False), and each rank would step a slice of them by "
+    "frozen": "frozen other parameters than rank 0 (requires_grad False), so each rank would update a slice of them by "
     "itself",
     "dropped": "dropped gradients of other parameters than rank 0 (p.grad = None, zero_grad of a module) after they "
-    "were summed over the ranks, and each rank would leave out a slice of them",
-    "written": "written to other parameters in place than rank 0, and each rank would take over a slice of them",
+    "were reduced, so each rank would leave out a slice of them",
+    "written": "written to other parameters in place than rank 0, so each rank would use a slice of these writes",
 }
 
 
@@ -262,7 +262,7 @@ class RankValue:
 def find_mismatch(schedule: Schedule, operation: str, mine: Mapping[str, str]) -> tuple[RankValue, RankValue]:
     """Return a key whose value differs between two ranks, with both values. A collective call with a common result."""
     ranks = range(schedule.agreement.group.size)
-    texts = [json.loads(schedule.publish(operation, json.dumps(mine), rank)) for rank in ranks]
+    texts = [json.loads(schedule.agreement.broadcast_text(operation, json.dumps(mine), rank)) for rank in ranks]
     for key in dict.fromkeys(key for each in texts for key in each):
         for rank, each in enumerate(texts):
             if each.get(key) != texts[0].get(key):

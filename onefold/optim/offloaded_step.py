@@ -41,7 +41,7 @@ from onefold.optim.matrix_steps import MatrixUpdate
 from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step, Windows, step_shard, whole_window
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import is_streamed
+from onefold.plan.traffic import is_streamed
 from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.
@@ -101,9 +101,9 @@ class OffloadedStep:
         if written:
             names = ", ".join(sorted({store.unit for store in written}))
             raise RuntimeError(
-                f"parameters of {names} were written in place after a step with onefold.delayed_host_step: the values "
-                "of that step arrive at the next one and would replace them. Write inside zero.GatheredParameters, "
-                "which collects the step first, or turn delayed_host_step off"
+                f"parameters of {names} were written in place after a step with onefold.delayed_host_step, but the "
+                "result of that step is applied later and would replace them. Write inside zero.GatheredParameters, "
+                "which waits for the step, or set delayed_host_step to false."
             )
 
     def wait(self) -> None:
@@ -115,8 +115,8 @@ class OffloadedStep:
     def _check(self) -> None:
         if self._failed is not None:
             raise RuntimeError(
-                f"an earlier offloaded step failed ({type(self._failed).__name__}: {self._failed}), and some of its "
-                "states are stepped and some are not: load a checkpoint into a new engine"
+                f"an earlier offloaded step failed ({type(self._failed).__name__}: {self._failed}), so only some "
+                "states are updated. Load a checkpoint into a new engine."
             ) from self._failed
 
     # -- starting a step ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class OffloadedStep:
             if streamed:
                 self._memory.stream_worker.submit(self._stream_all, streamed, step, last_use)
         except BaseException as error:  # an interrupt: no one may wait for tasks that were never submitted
-            self._failed = RuntimeError("the step was interrupted before all of it was started")
+            self._failed = RuntimeError("the step was interrupted while it was launched")
             self._failed.__cause__ = error
             for each in streamed.values():
                 each.fail(self._failed)

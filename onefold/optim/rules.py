@@ -100,7 +100,7 @@ def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-_kernels = kernels_of("onefold.optim.adam_kernels", "AdamW with states in fewer bytes")
+_kernels = kernels_of("onefold.optim.adam_kernels", "AdamW with quantized states")
 
 
 @dataclass(frozen=True)

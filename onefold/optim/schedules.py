@@ -13,15 +13,11 @@ from typing import Any
 
 import torch
 
-from onefold.config import ConfigError
-from onefold.config.keys import SectionKey, entries, free_object, read_value
-from onefold.config.params import SCHEDULES
-from onefold.config.read import meant_key, read_params
+from onefold.errors import ConfigError
 from onefold.log import logger
-from onefold.optim.signature import build, read_arguments
+from onefold.plan import SchedulerSpec, read_schedule_param
 
 PerGroup = float | Sequence[float]
-_PATH = "scheduler.params"
 
 
 class LRSchedule:
@@ -29,7 +25,7 @@ class LRSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
-        self.last_batch_iteration: int = _read("last_batch_iteration", last_batch_iteration)
+        self.last_batch_iteration: int = read_schedule_param("last_batch_iteration", last_batch_iteration)
         self._last_lr: list[float] = []
         self._apply()
 
@@ -80,9 +76,9 @@ class LRRangeTest(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size: int = _read("lr_range_test_step_size", lr_range_test_step_size)
-        self.step_rate: float = _read("lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase: bool = _read("lr_range_test_staircase", lr_range_test_staircase)
+        self.step_size: int = read_schedule_param("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate: float = read_schedule_param("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase: bool = read_schedule_param("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
     def _rates_at(self, iteration: int) -> list[float]:
@@ -119,21 +115,21 @@ class OneCycle(LRSchedule):
         self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self.decay_lr_rate: float = _read("decay_lr_rate", decay_lr_rate)
-        self.decay_mom_rate: float = _read("decay_mom_rate", decay_mom_rate)
-        self.decay_step_size: int = _read("decay_step_size", decay_step_size)
-        self.first_step_size: int = _read("cycle_first_step_size", cycle_first_step_size)
+        self.decay_lr_rate: float = read_schedule_param("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate: float = read_schedule_param("decay_mom_rate", decay_mom_rate)
+        self.decay_step_size: int = read_schedule_param("decay_step_size", decay_step_size)
+        self.first_step_size: int = read_schedule_param("cycle_first_step_size", cycle_first_step_size)
         self.second_step_size: int = self.first_step_size
         if cycle_second_step_size is not None:
-            self.second_step_size = _read("cycle_second_step_size", cycle_second_step_size)
-        self.first_stair_count: int = _read("cycle_first_stair_count", cycle_first_stair_count)
+            self.second_step_size = read_schedule_param("cycle_second_step_size", cycle_second_step_size)
+        self.first_stair_count: int = read_schedule_param("cycle_first_stair_count", cycle_first_stair_count)
         self.second_stair_count: int = self.first_stair_count
         if cycle_second_stair_count is not None:
-            self.second_stair_count = _read("cycle_second_stair_count", cycle_second_stair_count)
-        self.cycle_momentum: bool = _read("cycle_momentum", cycle_momentum)
+            self.second_stair_count = read_schedule_param("cycle_second_stair_count", cycle_second_stair_count)
+        self.cycle_momentum: bool = read_schedule_param("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
-            logger.warning("OneCycle: cycle_momentum has nothing to do, since %s has no betas", kind)
+            logger.warning("OneCycle: cycle_momentum has no effect, because %s has no betas", kind)
             self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 
@@ -198,8 +194,8 @@ class _Warmup:
 
     def __init__(self, num_steps: int, kind: str) -> None:
         # At least two, because the logarithmic warm-up divides by log(num_steps).
-        self.num_steps: int = max(2, _read("warmup_num_steps", num_steps))
-        self.kind: str = _read("warmup_type", kind)
+        self.num_steps: int = max(2, read_schedule_param("warmup_num_steps", num_steps))
+        self.kind: str = read_schedule_param("warmup_type", kind)
 
     def height_at(self, iteration: int) -> float:
         """Return the height at an iteration: 0 up to iteration 0, and 1 in ('log') or after ('linear') the last one."""
@@ -282,8 +278,8 @@ class WarmupCosineLR(LRSchedule):
     ) -> None:
         self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
-        self.warmup_min_ratio: float = _read("warmup_min_ratio", warmup_min_ratio)
-        self.cos_min_ratio: float = _read("cos_min_ratio", cos_min_ratio)
+        self.warmup_min_ratio: float = read_schedule_param("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio: float = read_schedule_param("cos_min_ratio", cos_min_ratio)
         self.initial_lrs = _initial_rates(optimizer, last_batch_iteration)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -314,23 +310,15 @@ class WarmupCosineLR(LRSchedule):
         return [rate * ratio for rate in self.initial_lrs]
 
 
-# A parameter has the same type and range in every schedule that has it.
-_ENTRIES: dict[str, SectionKey] = {name: entry for kind in SCHEDULES.values() for name, entry in entries(kind).items()}
-
-
-def _read(name: str, value: Any) -> Any:
-    """Convert a parameter to its type and check its range, as in `scheduler.params`: 1e3 is a valid integer."""
-    return read_value(f"{_PATH}.{name}", value, _ENTRIES[name])
-
-
 def _per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[float]:
     num_groups = len(optimizer.param_groups)
-    read: float | tuple[float, ...] = _read(name, value)
+    read: float | tuple[float, ...] = read_schedule_param(name, value)
     if not isinstance(read, tuple):
         return [read] * num_groups
     if len(read) != num_groups:
         raise ConfigError(
-            f"{_PATH}.{name} has {len(read)} values for {num_groups} parameter groups; give one number, or one a group"
+            f"scheduler.params.{name} has {len(read)} values for {num_groups} parameter groups. Give one number, or "
+            "one per group."
         )
     return list(read)
 
@@ -342,8 +330,8 @@ def _initial_rates(optimizer: torch.optim.Optimizer, last_batch_iteration: int) 
 
 
 def _total_steps(total_num_steps: Any, warmup_num_steps: Any) -> int:
-    total: int = _read("total_num_steps", total_num_steps)
-    warmup = max(2, _read("warmup_num_steps", warmup_num_steps))
+    total: int = read_schedule_param("total_num_steps", total_num_steps)
+    warmup = max(2, read_schedule_param("warmup_num_steps", warmup_num_steps))
     if total < warmup:
         logger.warning("total_num_steps %d is less than warmup_num_steps %d", total, warmup)
     return total
@@ -354,39 +342,35 @@ _SCHEDULES: dict[str, type[LRSchedule]] = {
 }
 VALID_LR_SCHEDULES: list[str] = list(_SCHEDULES)
 
-_CALLABLE = "it needs a Python function, which JSON cannot hold: pass a scheduler or a callable as `lr_scheduler`"
-_NESTED = "it is made of other schedulers, which JSON cannot hold: pass it as `lr_scheduler`"
+_CALLABLE = "it needs a Python function"
+_NESTED = "it consists of other schedulers"
 _REFUSED = {
     **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), _CALLABLE),
     **dict.fromkeys(("SequentialLR", "ChainedScheduler"), _NESTED),
 }
 
 
-def read_schedule(type: str, params: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the scheduler class of a config's `scheduler` section, DeepSpeed's or torch's, and its parameters."""
-    if type in _REFUSED:
-        raise ConfigError(f"scheduler.type: {type} cannot be built from a config, since {_REFUSED[type]} instead")
+def prepare_scheduler(spec: SchedulerSpec) -> Callable[[Any], Any]:
+    """Return a function that builds the scheduler of the config for an optimizer: DeepSpeed's, or a class of torch.
+
+    Raise at once if its type or its parameters are wrong, so that mistakes are reported before shards are made.
+    """
+    if spec.type in _REFUSED:
+        raise ConfigError(
+            f"scheduler.type: {spec.type} cannot be built from a config, because {_REFUSED[spec.type]}. Pass it, or a "
+            "callable that makes it, as `lr_scheduler`."
+        )
     base = torch.optim.lr_scheduler.LRScheduler
-    known: dict[str, Any] = {
+    known: dict[str, Any] = _SCHEDULES | {
         name: kind
         for name, kind in vars(torch.optim.lr_scheduler).items()
         if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and not name.startswith("_")
-    } | _SCHEDULES
-    if type not in known:
-        near = meant_key(type, known)
-        raise ConfigError(
-            f"scheduler.type: {type!r} is not known{f', did you mean {near!r}?' if near else ''}; "
-            f"known: {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
-        )
-    given = free_object(params)  # "auto" and null mean absent, as everywhere in a config
-    if type not in SCHEDULES:
-        return known[type], read_arguments(known[type], given, _PATH, "optimizer")
-    given = read_params(SCHEDULES[type], given, _PATH)
-    for name, argument in inspect.signature(known[type]).parameters.items():
-        if argument.default is inspect.Parameter.empty and name not in ("optimizer", *given):
-            names = ", ".join(entries(SCHEDULES[type]))
-            raise ConfigError(f"{_PATH}.{name} is missing: {type} needs it; known: {names}")
-    return known[type], given
+    }
+    if spec.type not in known:
+        raise spec.unknown_type(known)
+    kind = known[spec.type]
+    arguments = spec.read_arguments(kind)
+    return lambda optimizer: spec.build(kind, lambda values: kind(optimizer, **values), arguments)
 
 
 def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
@@ -398,12 +382,6 @@ def check_step_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any]) -> None:
     except TypeError as error:
         raise ValueError(
             f"engine.step(lr_kwargs={dict(lr_kwargs)}): {type(scheduler).__name__}.step() takes other arguments "
-            f'({error}). Hand over what it needs, as engine.step(lr_kwargs={{"metrics": loss}}) does for '
-            "ReduceLROnPlateau, or leave it out of initialize and step it yourself"
+            f'({error}). Pass the arguments that it needs, such as engine.step(lr_kwargs={{"metrics": loss}}) for '
+            "ReduceLROnPlateau, or leave the scheduler out of initialize and step it yourself."
         ) from error
-
-
-def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
-    """Build the scheduler of a config's `scheduler` section."""
-    kind, read = read_schedule(type, params)
-    return build(kind, lambda values: kind(optimizer, **values), read, _PATH)

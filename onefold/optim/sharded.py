@@ -72,14 +72,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     cur_scale = loss_scale
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise RuntimeError("engine.step() steps the optimizer: it also clips, checks for overflow and moves parameters")
+        raise RuntimeError("the optimizer cannot be stepped directly. Call engine.step() instead.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if (drop := self._drop_gradients()) is not None:
             drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise RuntimeError("parameter groups are fixed when initialize lays out the shards: pass all of them there")
+        raise RuntimeError("parameter groups cannot be added after initialize. Pass all of them to initialize.")
 
     def offload_states(
         self,
@@ -101,14 +101,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _live_engine(self) -> Any:
         engine = self.engine()
         if engine is None:
-            raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+            raise RuntimeError("the engine of this optimizer is closed, and its shards are freed")
         return engine
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("optimizer states are sharded: engine.save_checkpoint saves them")
+        raise RuntimeError("optimizer states are sharded. Call engine.save_checkpoint to save them.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError("optimizer states are sharded: engine.load_checkpoint loads them")
+        raise RuntimeError("optimizer states are sharded. Call engine.load_checkpoint to load them.")
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's instance that this class does not have."""
@@ -120,8 +120,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return partial(sharded.call, name)
         if inspect.ismethod(value) and value.__self__ is sharded.instance:
             raise AttributeError(
-                f"optimizer {self.name}: {name}() is not offered. It would see the model's parameters, and the "
-                f"optimizer's are flat shards: only step, {' and '.join(METHODS)} run over those"
+                f"optimizer {self.name}: {name}() is not supported, because its parameters are flat shards. "
+                f"Only step, {' and '.join(METHODS)} are."
             )
         return value
 
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer({self.name}, {len(self.param_groups)} groups, {len(self.sharded.stores)} shards)"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ShardedOptimizer cannot be pickled: its shards belong to this rank and its engine")
+        raise TypeError("a ShardedOptimizer cannot be pickled. Call engine.save_checkpoint to save its states.")
 
 
 def _forwarding(

@@ -16,7 +16,7 @@ import torch
 from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.choose import Chosen
+from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.instance_step import InstanceStep
@@ -28,7 +28,7 @@ from onefold.optim.pipeline import ElementwiseStep, Step, whole_window
 from onefold.optim.rule_states import RuleStates
 from onefold.optim.rules import Hyper
 from onefold.plan import Plan, Tier
-from onefold.plan.memory import master_dtype
+from onefold.plan.buffers import master_dtype
 from onefold.recorder import Track, recorded
 from onefold.runtime import Schedule, Unit
 
@@ -36,7 +36,7 @@ from onefold.runtime import Schedule, Unit
 class ShardedStep:
     """The optimizer of all shards of this rank: it steps them, and gives access to masters and states."""
 
-    def __init__(self, chosen: Chosen, plan: Plan, schedule: Schedule, memory: OffloadMemory | None) -> None:
+    def __init__(self, chosen: ChosenOptimizer, plan: Plan, schedule: Schedule, memory: OffloadMemory | None) -> None:
         self.name = chosen.name
         self.groups = chosen.groups
         self.instance = chosen.instance
@@ -49,7 +49,7 @@ class ShardedStep:
         # The name of the exception that interrupted a step, if it was none derived from Exception.
         self.interrupted = ""
         # Whether a user-defined step may have added keys to its groups.
-        self.keeps_other_keys = chosen.is_stepped
+        self.keeps_other_keys = chosen.runs_user_class
         # Called before a state tensor is exposed for writing.
         self.wait_until_states_copied: Callable[[], None] = lambda: None
         # True while a method of the user's class runs, which calls its own methods and not the engine's.
@@ -73,7 +73,7 @@ class ShardedStep:
         # The attributes that steps have written to the user's instance.
         self.attributes = Attributes(chosen.instance)
         # A user-defined class may compute a value from the shards that it sees, which differ between ranks.
-        user_defined = chosen.is_stepped and not is_torchs(chosen.instance)
+        user_defined = chosen.runs_user_class and not is_torchs(chosen.instance)
         self._compares_groups = user_defined and sharded
         self._group_digest = None if user_defined else GroupDigest(self.groups)
         flags = [rule.flag for rule in chosen.rules if isinstance(rule, MatrixRule)]
@@ -120,8 +120,8 @@ class ShardedStep:
             result = hook(of, *given)
             if result is not None and result != given:
                 raise RuntimeError(
-                    "a step pre hook of the optimizer returned other arguments for step(), and engine.step() passes "
-                    "none on: let it return None"
+                    "a step pre-hook of the optimizer returned arguments for step(), but engine.step() does not pass "
+                    "them on. Return None from the hook."
                 )
         groups = self._groups_now()
         if any(changed := self._written.check(groups)) and self._rules:
@@ -195,8 +195,8 @@ class ShardedStep:
             missing = [name for name in names if changed[index] and name not in allocated.get(index, names)]
             if any(name not in rule.late_states for name in missing):
                 raise RuntimeError(
-                    f"optimizer.param_groups[{index}]: {', '.join(changed[index])} as written now needs the state "
-                    f"{missing[0]}, which {self.name} makes at initialize alone. Set it before initialize"
+                    f"optimizer.param_groups[{index}]: {', '.join(changed[index])} needs the state {missing[0]}, "
+                    f"which {self.name} creates only at initialize. Set the value before initialize."
                 )
         self._make_late_states(required)
 
@@ -216,8 +216,8 @@ class ShardedStep:
             return
         if self._formats.states != "fp32":
             raise RuntimeError(
-                f"onefold.state_dtype = {self._formats.states}: the state {added[0][1]} is needed from now on, and its "
-                "format is decided at initialize. Have it from the start (SGD: a momentum above 0), or use fp32 states"
+                f"onefold.state_dtype = {self._formats.states}: the state {added[0][1]} is new, but state "
+                "formats are chosen at initialize. Use it from the start (SGD: momentum above 0), or use fp32 states."
             )
         self.wait_for_host()
         self.wait_until_states_copied()
@@ -359,7 +359,7 @@ class ShardedStep:
     def about_to_write(self) -> None:
         """Wait for all readers of the master weights and sync them, before they are written outside a step."""
         self.wait_until_states_copied()
-        self._schedule.forget_cached()
+        self._schedule.context.forget_cached()
         self.sync_masters()
         for store in (store for store in self.stores if store.is_offloaded):
             store.wait_for_master()
@@ -368,7 +368,7 @@ class ShardedStep:
     def pull_masters(self, units: Sequence[Unit]) -> None:
         """Copy the model weights of these units into their masters, after they were written outside a step."""
         self.wait_for_host()
-        for param in (param for unit in units for param in unit.trained):
+        for param in (param for unit in units for param in unit.trained_params):
             param.store.sync_master_from_model_weight()
 
     def resume(self, num_steps: int) -> None:

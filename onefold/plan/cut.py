@@ -6,7 +6,7 @@ Hugging Face model lists in `_no_split_modules`; the children of a ModuleList, S
 class repeats. Blocks never nest: the outermost one is used, so the experts of a block belong to that block. Leaf
 modules, named in the config or marked by `set_z3_leaf_modules`, are blocks too. Every module outside the blocks that
 directly owns at least `LARGE` elements (embeddings, heads) is a separate block. All other parameters belong to the
-root, and so does a parameter that two blocks share.
+root, and so does a tied parameter of two blocks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class UnitCut:
     module: str
     """The path of the module whose forward uses the unit."""
     parameters: tuple[str, ...]
-    shared: bool
-    """Some of the parameters have two names in the model."""
+    has_tied: bool
+    """Some of the parameters are tied: they have two names in the model."""
 
 
 def cut(
@@ -53,14 +53,14 @@ def cut(
         places.setdefault(id(parameter), []).append(name)
 
     members: dict[str, list[str]] = {"": [], **{block: [] for block in blocks}}
-    shared: set[str] = set()
+    tied: set[str] = set()
     for occurrences in places.values():
         owners = {_owner(name, blocks) for name in occurrences}
         owner = owners.pop() if len(owners) == 1 else ""
         members[owner].append(occurrences[0])
         if len(occurrences) > 1:
-            shared.add(owner)
-    return [UnitCut(module, tuple(found), module in shared) for module, found in members.items() if found]
+            tied.add(owner)
+    return [UnitCut(module, tuple(found), module in tied) for module, found in members.items() if found]
 
 
 def _owner(parameter: str, blocks: Container[str]) -> str:
@@ -111,8 +111,8 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
         if not hits:
             classes = sorted({type(module).__name__ for _, module in model.named_modules()})
             raise ConfigError(
-                f"onefold.units: {pattern!r} matches no module of this model, neither by class nor by path; "
-                f"its classes are {', '.join(classes)}"
+                f"onefold.units: {pattern!r} matches no module of this model, neither by class nor by path. "
+                f"Its classes are {', '.join(classes)}."
             )
         found |= hits
     return _outermost(found)

@@ -74,8 +74,8 @@ def _as_matrices(member: Member) -> tuple[int, int, int]:
     shape = member.shape
     if len(shape) < 2:
         raise MatrixError(
-            f"parameter {member.name} has {len(shape)} dimension{'s' * (len(shape) != 1)} and is no matrix: let AdamW "
-            "step it (a group with use_muon, or use_ and the name of its rule, false; or optimizer.params.adamw_names)"
+            f"parameter {member.name} has {len(shape)} dimension{'s' * (len(shape) != 1)} and is not a matrix. Use "
+            "AdamW for it (a group with use_muon, or use_ and the name of its rule, false), or add it to adamw_names."
         )
     if len(shape) == 3:
         return shape
@@ -89,7 +89,7 @@ def _rows_of_parts(member: Member, rows: int, splits: Splits) -> list[int]:
     parts = [rows // split] * split if isinstance(split, int) else list(split)
     if sum(parts) != rows or not all(part > 0 for part in parts):
         asked = f"{split} equal parts" if isinstance(split, int) else f"parts of {parts} rows"
-        raise MatrixError(f"parameter {member.name} has {rows} rows, which {asked} do not make up")
+        raise MatrixError(f"parameter {member.name} has {rows} rows, which cannot be divided into {asked}")
     return parts
 
 

@@ -14,6 +14,7 @@ from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
 from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats
 
@@ -42,7 +43,7 @@ class Wire(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePlan:
     """The placement, tier and wire format of one kind of model state."""
 
     placement: Placement
@@ -185,9 +186,9 @@ class Plan:
     boundary. With sharded gradients each micro-step reduces into the gradient shard.
     """
 
-    parameters: Part
-    gradients: Part
-    states: Part
+    parameters: StatePlan
+    gradients: StatePlan
+    states: StatePlan
     stage: int = 0
     """The ZeRO stage, for reports only."""
     precision: Precision = field(default_factory=Precision)
@@ -196,6 +197,10 @@ class Plan:
     scaling: Scaling = field(default_factory=Scaling)
     offload: Offload = field(default_factory=Offload)
     loop: Loop = field(default_factory=Loop)
+    optimizer: OptimizerSpec | None = None
+    scheduler: SchedulerSpec | None = None
+    allows_untested_optimizer: bool = False
+    """Optimizers of unknown classes may step shards."""
     collective: Literal["auto", "native", "exchange"] = "auto"
     num_shards: int = 1
     """The number of neighbouring ranks that together store one copy of the model state."""
@@ -237,7 +242,7 @@ class Plan:
         return self.parameters.placement is Placement.SHARDED
 
     @property
-    def keeps_whole_gradient(self) -> bool:
+    def keeps_unsharded_gradient(self) -> bool:
         return self.gradients.placement is Placement.REPLICATED
 
     @property
@@ -247,51 +252,6 @@ class Plan:
     def wire_of(self, *, trainable: bool) -> Wire:
         """Return the wire format in which trainable or frozen parameters are gathered."""
         return self.parameters.wire if trainable else self.frozen_wire
-
-    def words(self, persistent: int = 0, num_parameters: int = 0) -> list[str]:
-        """Describe the placement of parameters, gradients and optimizer states in one line each.
-
-        `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
-        """
-        if self.num_shards == 1 and self.num_replicas == 1:
-            parameters = gradients = states = "not sharded: there is 1 rank"
-        else:
-            parameters, gradients, states = self._placements(persistent, num_parameters)
-        if not self.formats.are_plain:
-            states += f", masters as {self.formats.masters}, states as {self.formats.states}"
-        if self.delays_host:
-            states += ", stepped during the next forward and backward (INEXACT: delayed_host_step)"
-        frozen = "" if self.frozen_wire is self.parameters.wire else f", frozen ones as {self.frozen_wire.value}"
-        return [
-            f"parameters        {parameters}, {_rest(self.parameters)}{frozen}",
-            f"gradients         {gradients}, {_rest(self.gradients)}",
-            f"optimizer states  {states}, {_rest(self.states)}",
-        ]
-
-    def _placements(self, persistent: int, num_parameters: int) -> tuple[str, str, str]:
-        parameters = "replicated: every rank holds all of them"
-        if self.shards_parameters:
-            over = f" over every {self.num_shards} ranks" if self.num_replicas > 1 else ""
-            parameters = f"sharded{over}: whole only while they are used"
-            if self.node_shard_size > 1:
-                parameters += f", a secondary shard among every {self.node_shard_size} ranks"
-            if 0 < persistent < num_parameters:
-                parameters += f", but for {persistent:,} below the persistence threshold"
-            elif persistent:
-                parameters = "unsharded: all are below the persistence threshold, and every rank holds all of them"
-        gradients = "sharded after every micro-step"
-        if self.keeps_whole_gradient:
-            gradients = "whole until the accumulation boundary, then "
-            gradients += "sharded" if self.shards_states else "averaged"
-        states = "replicated: every rank steps everything"
-        if self.shards_states:
-            states = "sharded: every rank holds and steps its own part"
-        return parameters, gradients, states
-
-
-def _rest(part: Part) -> str:
-    place = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[part.tier]
-    return place if part.wire is Wire.NATIVE else f"{place}, travelling as {part.wire.value}"
 
 
 # stage -> (parameters, gradients, states)
@@ -312,16 +272,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def make_plan(config: Config, world_size: int) -> Plan:
     """Compute the plan: the row of the stage in `TABLE`, changed by offload and quantized communication."""
     zero = config.zero_optimization
-    parameters, gradients, states = (Part(placement) for placement in TABLE[zero.stage])
+    parameters, gradients, states = (StatePlan(placement) for placement in TABLE[zero.stage])
     sharded = parameters.placement is Placement.SHARDED
     # A single rank sends nothing.
-    travels = world_size > 1
+    communicates = world_size > 1
     frozen_wire = Wire.NATIVE
-    if sharded and travels and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
+    if sharded and communicates and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
         frozen_wire = Wire.INT8
-    if sharded and travels and zero.zero_quantized_weights:
+    if sharded and communicates and zero.zero_quantized_weights:
         parameters = replace(parameters, wire=Wire.INT8)
-    if zero.zero_quantized_gradients and travels:
+    if zero.zero_quantized_gradients and communicates:
         gradients = replace(gradients, wire=Wire.INT4)
     optimizer_tier = TIERS[zero.offload_optimizer.device]
     # Unsharded parameters are always on the device.
@@ -329,10 +289,10 @@ def make_plan(config: Config, world_size: int) -> Plan:
     if optimizer_tier is not Tier.DEVICE:
         # The host accumulates micro-steps, so gradients are copied to it as soon as they are reduced.
         gradients = replace(gradients, placement=Placement.SHARDED, tier=Tier.HOST)
-    elif not travels:
+    elif not communicates:
         # With a single shard a reduction before the accumulation boundary saves nothing.
         gradients = replace(gradients, placement=Placement.REPLICATED)
-    loco = zero.zeropp_loco_param if zero.zero_quantized_gradients and travels else None
+    loco = zero.zeropp_loco_param if zero.zero_quantized_gradients and communicates else None
     overlap = sharded if zero.overlap_comm is None else zero.overlap_comm
     own, replicas = config.onefold, num_replicas(config, world_size)
     return Plan(
@@ -369,6 +329,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
             record_folder=own.report,
             monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
         ),
+        optimizer=make_optimizer_spec(config),
+        scheduler=make_scheduler_spec(config),
+        allows_untested_optimizer=config.zero_allow_untested_optimizer,
         collective=own.collective,
         num_shards=world_size // replicas,
         num_replicas=replicas,
@@ -385,7 +348,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         gather_bucket=max(1, zero.allgather_bucket_size),
         limits=Limits(
             prefetch=zero.stage3_prefetch_bucket_size if overlap else 0,
-            live=zero.stage3_max_live_parameters,
+            unsharded=zero.stage3_max_live_parameters,
             reuse=zero.stage3_max_reuse_distance,
         ),
     )
@@ -412,28 +375,28 @@ def plan_with_less(config: Config, world_size: int, *, takes_formats: bool = Fal
     """
     zero = config.zero_optimization
     section = "zero_optimization"
-    ways = {f"{section}.stage {stage}": replace(zero, stage=stage) for stage in TABLE if stage > zero.stage}
+    changes = {f"{section}.stage {stage}": replace(zero, stage=stage) for stage in TABLE if stage > zero.stage}
     offloads = zero.offload_optimizer.device != "none"
+    offload = replace(zero.offload_optimizer, device="cpu") if not offloads else zero.offload_optimizer
     if not offloads:
-        below = replace(zero, stage=max(zero.stage, 1), offload_optimizer=replace(zero.offload_optimizer, device="cpu"))
         needs_stage = "" if zero.stage else f" with {section}.stage 1"
-        ways[f"{section}.offload_optimizer.device cpu{needs_stage}"] = below
+        name = f"{section}.offload_optimizer.device cpu{needs_stage}"
+        changes[name] = replace(zero, stage=max(zero.stage, 1), offload_optimizer=offload)
     if zero.offload_param.device == "none":
-        offload = replace(zero.offload_optimizer, device="cpu") if not offloads else zero.offload_optimizer
         param = replace(zero.offload_param, device="cpu")
         parts = [f"{section}.offload_param.device cpu"]
         parts += [] if offloads else ["offload_optimizer.device cpu"]
         parts += [] if zero.stage == max(TABLE) else [f"stage {max(TABLE)}"]
-        below = replace(zero, stage=max(TABLE), offload_optimizer=offload, offload_param=param)
-        ways[" with ".join([parts[0], " and ".join(parts[1:])]) if parts[1:] else parts[0]] = below
-    settings = {way: replace(config, zero_optimization=zero) for way, zero in ways.items()}
+        name = " with ".join([parts[0], " and ".join(parts[1:])]) if parts[1:] else parts[0]
+        changes[name] = replace(zero, stage=max(TABLE), offload_optimizer=offload, offload_param=param)
+    settings = {change: replace(config, zero_optimization=zero) for change, zero in changes.items()}
     formats = _formats(config)
     if takes_formats and formats.states == "fp32":
         settings["onefold.state_dtype int8"] = replace(config, onefold=replace(config.onefold, state_dtype="int8"))
     if takes_formats and formats.masters == "fp32" and config.bf16.enabled:
-        rest = replace(config.onefold, master_dtype="bf16_int16")
-        settings["onefold.master_dtype bf16_int16"] = replace(config, onefold=rest)
-    return {way: make_plan(other, world_size) for way, other in settings.items()}
+        split = replace(config.onefold, master_dtype="bf16_int16")
+        settings["onefold.master_dtype bf16_int16"] = replace(config, onefold=split)
+    return {change: make_plan(other, world_size) for change, other in settings.items()}
 
 
 def make_precision(config: Config) -> Precision:
@@ -484,16 +447,16 @@ def _nonfinite(config: Config, *, scales_loss: bool) -> Literal["raise", "skip",
 
     fp16 and bf16 follow DeepSpeed. Otherwise the default is to raise, because the step would turn all weights into NaN.
     """
-    asked = config.onefold.nonfinite_gradients
+    requested = config.onefold.nonfinite_gradients
     if scales_loss:
-        if asked not in ("auto", "skip"):
+        if requested not in ("auto", "skip"):
             raise ConfigError(
-                f"onefold.nonfinite_gradients is {asked!r} with fp16: the loss scale is found by gradients that "
+                f"onefold.nonfinite_gradients is {requested!r} with fp16: the loss scale is found by gradients that "
                 'overflow, and such steps are always skipped. Leave it out or write "skip"'
             )
         return "skip"
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if config.bf16.enabled:
         return "skip" if config.bf16.check_grad_overflow else "ignore"
     return "raise"

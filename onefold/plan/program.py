@@ -10,22 +10,20 @@ Limits move launches within the sequence; they never change the computed values.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 
-class Moment(IntEnum):
-    """The kind of an event of a unit."""
+class PassPhase(IntEnum):
+    """The phase of a pass in which a unit is used or reduced."""
 
     FORWARD = 0
     BACKWARD = 1
     REDUCE = 2
 
 
-Event = tuple[Moment, int]
+Event = tuple[PassPhase, int]
 
 # A third reduction in flight would add memory but no overlap. Each reduction holds slots and receive buffers, and its
 # sum is fastest while those are still in the cache.
@@ -40,10 +38,10 @@ class Limits:
 
     prefetch: int = 0
     """Elements that are gathered ahead of their use."""
-    live: int = 0
+    unsharded: int = 0
     """Elements that are unsharded at one time."""
     reuse: int = 0
-    """Elements of other units used between two uses of a unit that stays unsharded."""
+    """Elements of other units that may be used between two uses of a unit that stays unsharded."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +60,10 @@ class Program:
     launches: tuple[Launch, ...]
     launched_at: tuple[int, ...]
     """The number of launches that precede the use at each event."""
-    kept: tuple[bool, ...]
+    stays_unsharded: tuple[bool, ...]
     """Whether the unit stays unsharded after its use at each event."""
-
-    def find(self, event: Event, first: int) -> int | None:
-        """Return the next position of an event, starting at `first`."""
-        places = self._places.get(event, [])
-        index = bisect_left(places, first)
-        return places[index] if index < len(places) else None
-
-    @cached_property
-    def _places(self) -> dict[Event, list[int]]:
-        places: dict[Event, list[int]] = {}
-        for position, event in enumerate(self.events):
-            places.setdefault(event, []).append(position)
-        return places
+    positions: Mapping[Event, Sequence[int]]
+    """The positions of each event in `events`."""
 
 
 def compile_program(
@@ -91,40 +78,43 @@ def compile_program(
 
     `gathered[u]` is the number of elements that a use of unit u gathers, 0 if it stays unsharded. `reduced[u]` is the
     number of elements that its reduction sums. Units in `enclosing` are in use while the units inside them are: they
-    are never prefetched and always counted as live.
+    are never prefetched and always counted as unsharded.
     """
-    around = sum(size for unit, size in enumerate(gathered) if unit in enclosing)
-    kept, needed = _kept(events, gathered, limits, enclosing, around)
+    enclosing_size = sum(size for unit, size in enumerate(gathered) if unit in enclosing)
+    stays, needs_gather = _choose_reuse(events, gathered, limits, enclosing, enclosing_size)
     last_of_batch = {
         batch[-1]: tuple(batch)
-        for batch in coalesce([unit for moment, unit in events if moment is Moment.REDUCE], reduced, reduce_bucket)
+        for batch in coalesce([unit for phase, unit in events if phase is PassPhase.REDUCE], reduced, reduce_bucket)
     }
-    gathers = [position for position in range(len(events)) if needed[position]]
+    gathers = [position for position in range(len(events)) if needs_gather[position]]
     launches: list[Launch] = []
     launched_at: list[int] = []
-    live: dict[int, int] = {}
+    positions: dict[Event, list[int]] = {}
+    # The sizes of unsharded units, and of those among them that are gathered ahead of their use.
+    unsharded: dict[int, int] = {}
     ahead: dict[int, int] = {}
     next_gather = 0
-    for position, (moment, unit) in enumerate(events):
-        if moment is Moment.REDUCE:
+    for position, (phase, unit) in enumerate(events):
+        positions.setdefault((phase, unit), []).append(position)
+        if phase is PassPhase.REDUCE:
             if unit in last_of_batch:
                 launches.append(Launch(gathers=False, units=last_of_batch[unit]))
         elif gathered[unit]:
             ahead.pop(unit, None)
             if unit not in enclosing:
-                live[unit] = gathered[unit]
+                unsharded[unit] = gathered[unit]
             batches: list[list[int]] = []
             while next_gather < len(gathers):
-                place = gathers[next_gather]
-                following = events[place][1]
+                later = gathers[next_gather]
+                following = events[later][1]
                 size = gathered[following]
-                if place > position:
+                if later > position:
                     # All units up to this use must be gathered. Later ones only if they are sharded now and fit.
-                    whole = following in live or following in enclosing
-                    full = sum(ahead.values()) >= limits.prefetch or around + sum(live.values()) + size > limits.live
-                    if whole or full:
+                    is_unsharded = following in unsharded or following in enclosing
+                    total = enclosing_size + sum(unsharded.values()) + size
+                    if is_unsharded or sum(ahead.values()) >= limits.prefetch or total > limits.unsharded:
                         break
-                    ahead[following] = live[following] = size
+                    ahead[following] = unsharded[following] = size
                 if batches and sum(gathered[other] for other in batches[-1]) < SMALL_MESSAGE:
                     batches[-1].append(following)
                 else:
@@ -132,44 +122,44 @@ def compile_program(
                 next_gather += 1
             launches += [Launch(gathers=True, units=tuple(batch)) for batch in batches]
         launched_at.append(len(launches))
-        if moment is not Moment.REDUCE and not kept[position]:
-            live.pop(unit, None)
-    return Program(tuple(events), tuple(launches), tuple(launched_at), tuple(kept))
+        if phase is not PassPhase.REDUCE and not stays[position]:
+            unsharded.pop(unit, None)
+    return Program(tuple(events), tuple(launches), tuple(launched_at), tuple(stays), positions)
 
 
-def _kept(
-    events: Sequence[Event], gathered: Sequence[int], limits: Limits, enclosing: Container[int], around: int
+def _choose_reuse(
+    events: Sequence[Event], gathered: Sequence[int], limits: Limits, enclosing: Container[int], enclosing_size: int
 ) -> tuple[list[bool], list[bool]]:
-    """Compute which uses leave their unit unsharded for the next use, and which uses need an all-gather."""
+    """Choose the uses after which a unit stays unsharded for its next use. Return them, and the uses that gather."""
     traversed = [0]
-    for moment, unit in events:
-        passes_by = moment is not Moment.REDUCE and unit not in enclosing
-        traversed.append(traversed[-1] + (gathered[unit] if passes_by else 0))
+    for phase, unit in events:
+        counts = phase is not PassPhase.REDUCE and unit not in enclosing
+        traversed.append(traversed[-1] + (gathered[unit] if counts else 0))
     next_use: dict[int, int] = {}
     following: list[int | None] = [None] * len(events)
     for position in range(len(events) - 1, -1, -1):
-        moment, unit = events[position]
-        if moment is not Moment.REDUCE:
+        phase, unit = events[position]
+        if phase is not PassPhase.REDUCE:
             following[position] = next_use.get(unit)
             next_use[unit] = position
-    kept = [False] * len(events)
-    needed = [False] * len(events)
-    whole: dict[int, int] = {}
-    for position, (moment, unit) in enumerate(events):
-        if moment is Moment.REDUCE or not gathered[unit]:
+    stays = [False] * len(events)
+    needs_gather = [False] * len(events)
+    unsharded: dict[int, int] = {}
+    for position, (phase, unit) in enumerate(events):
+        if phase is PassPhase.REDUCE or not gathered[unit]:
             continue
-        needed[position] = unit not in whole
-        whole[unit] = gathered[unit]
+        needs_gather[position] = unit not in unsharded
+        unsharded[unit] = gathered[unit]
         again = following[position]
         if again is not None and traversed[again] - traversed[position + 1] < limits.reuse:
             # Leave room for the largest unit that is used in between.
-            between = {other for moment, other in events[position + 1 : again] if moment is not Moment.REDUCE}
-            largest = max((gathered[other] for other in between if other not in whole), default=0)
-            others = sum(size for other, size in whole.items() if other not in enclosing)
-            kept[position] = around + others + largest <= limits.live
-        if not kept[position]:
-            del whole[unit]
-    return kept, needed
+            between = {other for phase, other in events[position + 1 : again] if phase is not PassPhase.REDUCE}
+            largest = max((gathered[other] for other in between if other not in unsharded), default=0)
+            others = sum(size for other, size in unsharded.items() if other not in enclosing)
+            stays[position] = enclosing_size + others + largest <= limits.unsharded
+        if not stays[position]:
+            del unsharded[unit]
+    return stays, needs_gather
 
 
 def coalesce(units: Iterable[int], sizes: Sequence[int], bucket: int) -> list[list[int]]:

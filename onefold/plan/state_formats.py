@@ -54,13 +54,18 @@ class StateFormat:
 
 
 _SCALES = FormatPart(torch.float32, BLOCK)
-SIGNED = StateFormat("int8 of either sign", (FormatPart(torch.int8), _SCALES))
-SQUARES = StateFormat("int8 of squares", (FormatPart(torch.uint8), _SCALES))
-DITHERED = StateFormat("bf16", (FormatPart(torch.bfloat16),), is_dithered=True)
+INT8 = StateFormat("int8 of either sign", (FormatPart(torch.int8), _SCALES))
+INT8_SQUARES = StateFormat("int8 of squares", (FormatPart(torch.uint8), _SCALES))
+BF16_STOCHASTIC = StateFormat("bf16", (FormatPart(torch.bfloat16),), is_dithered=True)
 SPLIT_16 = StateFormat("bf16 and 16 bits", (FormatPart(torch.bfloat16), FormatPart(torch.int16)))
 SPLIT_8 = StateFormat("bf16 and 8 bits", (FormatPart(torch.bfloat16), FormatPart(torch.int8)))
 
-MASTERS: dict[str, StateFormat | None] = {"fp32": None, "bf16_int16": SPLIT_16, "bf16_int8": SPLIT_8, "bf16": DITHERED}
+MASTERS: dict[str, StateFormat | None] = {
+    "fp32": None,
+    "bf16_int16": SPLIT_16,
+    "bf16_int8": SPLIT_8,
+    "bf16": BF16_STOCHASTIC,
+}
 
 # Names of states that are never negative and span twice as many orders of magnitude.
 _OF_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "sum")
@@ -88,10 +93,10 @@ class StateFormats:
         if is_plain or any(fnmatchcase(parameter, pattern) for pattern in self.fp32_names):
             return None
         if self.states == "bf16":
-            return DITHERED
+            return BF16_STOCHASTIC
         if numel < self.min_numel:
             return None
-        return SQUARES if name in _OF_SQUARES else SIGNED
+        return INT8_SQUARES if name in _OF_SQUARES else INT8
 
     def of_master(self, dtype: torch.dtype) -> StateFormat | None:
         """Return the format of the master of a parameter. It is None unless the model weight is bf16."""

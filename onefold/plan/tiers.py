@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from onefold.plan.memory import FlatParamSpec, Residency, count_bytes, master_dtype
+from onefold.plan.buffers import FlatParamSpec, Residency, master_dtype
+from onefold.plan.memory import count_bytes
 from onefold.plan.plan import Plan, Tier
 
 
@@ -32,10 +34,12 @@ def assign_tiers(
             settled[place] = replace(specs[place], residency=Residency())
     left = [place for place in trained if settled[place].residency.offloads_states]
     if wanted is Tier.NVME and ratio is None:
+        on_host = [count_bytes([spec], plan, Tier.HOST).total for spec in settled]
         for place in reversed(left):  # those that do not fit in host memory are stored on disk, the last ones first
-            if host_bytes is None or count_bytes(settled, plan, Tier.HOST).total <= host_bytes:
+            if host_bytes is None or sum(on_host) <= host_bytes:
                 break
             settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
+            on_host[place] = count_bytes([settled[place]], plan, Tier.HOST).total
     elif wanted is Tier.NVME:
         spare = plan.offload.optimizer.max_in_cpu
         for place in left:
@@ -56,27 +60,19 @@ def _first_on_device(
     settled: list[FlatParamSpec], trained: list[int], plan: Plan, device_bytes: int | None
 ) -> list[int]:
     """Return the first trained flat parameters, as many as the ratio or the device memory allows."""
-    chosen: list[int] = []
     ratio = plan.offload.optimizer.ratio
-    if ratio is None:
-        if device_bytes is None:
-            return trained
-        trial = list(settled)
-        for place in trained:
-            trial[place] = replace(trial[place], residency=Residency())
-            bytes_ = count_bytes(trial, plan)
-            if bytes_.total + 2 * bytes_.largest_slot > device_bytes:
-                break
-            chosen.append(place)
-        return chosen
-    total = sum(settled[place].layout.numel for place in trained)
-    used = 0
-    for place in trained:
-        used += settled[place].layout.numel
-        if used > (1 - ratio) * total:
-            break
-        chosen.append(place)
-    return chosen
+    if ratio is not None:
+        numels = accumulate(settled[place].layout.numel for place in trained)
+        total = sum(settled[place].layout.numel for place in trained)
+        return [place for place, used in zip(trained, numels, strict=True) if used <= (1 - ratio) * total]
+    if device_bytes is None:
+        return trained
+    held = [count_bytes([spec], plan) for spec in settled]
+    for number, place in enumerate(trained):
+        held[place] = count_bytes([replace(settled[place], residency=Residency())], plan)
+        if sum(each.total for each in held) + 2 * max(each.largest_slot for each in held) > device_bytes:
+            return trained[:number]
+    return trained
 
 
 def _with_parameters(spec: FlatParamSpec, plan: Plan) -> FlatParamSpec:

@@ -14,12 +14,14 @@ from onefold.plan import (
     OffloadTraffic,
     Plan,
     Residency,
+    StatePlan,
     Tier,
+    Wire,
     count_buffers,
     count_bytes,
     count_unit_in_use,
 )
-from onefold.plan.memory import is_streamed
+from onefold.plan.traffic import is_streamed
 from onefold.runtime import Schedule, Unit
 
 
@@ -34,14 +36,14 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
 def planned_buffers(schedule: Schedule, plan: Plan, step: ShardedStep | None, *, keeps: bool) -> BufferBytes:
     """Compute the planned bytes of buffers. `keeps` is True if pools retain freed buffers, as on a CPU."""
     reductions, refreshes = (
-        [[param.spec for unit in batch for param in unit.trained] for batch in batches]
+        [[param.spec for unit in batch for param in unit.trained_params] for batch in batches]
         for batches in (schedule.order.reduction_batches, schedule.order.step_batches)
     )
     units = [[param.spec for param in unit.params] for unit in schedule.units]
     pools = count_buffers(reductions, refreshes, plan) if keeps else 0
     matrices = 0
     if step is not None and step.matrices is not None:
-        stores = [[p.store for unit in batch for p in unit.trained] for batch in schedule.order.step_batches]
+        stores = [[p.store for unit in batch for p in unit.trained_params] for batch in schedule.order.step_batches]
         matrices = step.matrices.planned_bytes(stores)
     return BufferBytes(pools, count_unit_in_use(units, plan), matrices)
 
@@ -82,7 +84,7 @@ def describe(
         f"ZeRO stage {plan.stage} on {ranks}, {optimizer or 'no optimizer'}, {dtypes}, {collective} collectives, "
         f"overlap {'on' if plan.overlap else 'off'}",
         f"model             {model}",
-        *plan.words(persistent, trained + frozen),
+        *describe_placement(plan, persistent, trained + frozen),
     ]
     used = [tier for tier in Tier if sizes[tier].total or tier is Tier.DEVICE]
     for number, tier in enumerate(used):
@@ -97,7 +99,7 @@ def describe(
     pools = f"pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
     matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
     lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
-    if offloaded := [param for unit in units for param in unit.trained if param.store.is_offloaded]:
+    if offloaded := [param for unit in units for param in unit.trained_params if param.store.is_offloaded]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if is_streamed(plan, param.spec))
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
@@ -112,3 +114,50 @@ def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:
     """Format the sizes that are not zero, and the total."""
     found = {name: getattr(sizes, name) for name in names}
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size or name == "total")
+
+
+def describe_placement(plan: Plan, persistent: int = 0, num_parameters: int = 0) -> list[str]:
+    """Describe the placement of parameters, gradients and optimizer states in one line each.
+
+    `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
+    """
+    if plan.num_shards == 1 and plan.num_replicas == 1:
+        parameters = gradients = states = "not sharded: there is 1 rank"
+    else:
+        parameters, gradients, states = _placements(plan, persistent, num_parameters)
+    if not plan.formats.are_plain:
+        states += f", masters as {plan.formats.masters}, states as {plan.formats.states}"
+    if plan.delays_host:
+        states += ", stepped during the next forward and backward (INEXACT: delayed_host_step)"
+    frozen = "" if plan.frozen_wire is plan.parameters.wire else f", frozen ones as {plan.frozen_wire.value}"
+    return [
+        f"parameters        {parameters}, {_stored(plan.parameters)}{frozen}",
+        f"gradients         {gradients}, {_stored(plan.gradients)}",
+        f"optimizer states  {states}, {_stored(plan.states)}",
+    ]
+
+
+def _placements(plan: Plan, persistent: int, num_parameters: int) -> tuple[str, str, str]:
+    parameters = "replicated: every rank holds all of them"
+    if plan.shards_parameters:
+        over = f" over every {plan.num_shards} ranks" if plan.num_replicas > 1 else ""
+        parameters = f"sharded{over}: unsharded only while they are used"
+        if plan.node_shard_size > 1:
+            parameters += f", a secondary shard among every {plan.node_shard_size} ranks"
+        if 0 < persistent < num_parameters:
+            parameters += f", but for {persistent:,} below the persistence threshold"
+        elif persistent:
+            parameters = "unsharded: all are below the persistence threshold, and every rank holds all of them"
+    gradients = "sharded after every micro-step"
+    if plan.keeps_unsharded_gradient:
+        gradients = "unsharded until the accumulation boundary, then "
+        gradients += "sharded" if plan.shards_states else "averaged"
+    states = "replicated: every rank steps everything"
+    if plan.shards_states:
+        states = "sharded: every rank holds and steps its own part"
+    return parameters, gradients, states
+
+
+def _stored(part: StatePlan) -> str:
+    place = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.NVME: "on NVMe"}[part.tier]
+    return place if part.wire is Wire.NATIVE else f"{place}, communicated as {part.wire.value}"

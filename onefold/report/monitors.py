@@ -31,8 +31,8 @@ def check_installed(monitor_config: Any) -> None:
     for section, (package, requirement) in _PACKAGES.items():
         if getattr(monitor_config, section).enabled and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{section}.enabled needs the package {package}, which is not installed here: pip install "
-                f"{requirement}, or set {section}.enabled to false"
+                f"{section}.enabled needs the package {package}, which is not installed. Run pip install "
+                f"{requirement}, or set {section}.enabled to false."
             )
 
 

@@ -60,14 +60,14 @@ class DeviceAccount:
             "gradients": self.held.gradients,
             "masters": self.held.masters,
             "optimizer states": self.held.states,
-            "units unsharded now": self.unsharded,
-            "gradients not reduced yet": self.slots,
+            "unsharded units": self.unsharded,
+            "unreduced gradients": self.slots,
             "activations and temporaries": self.activations,
-            "reserved by torch, not in use": self.unused,
+            "reserved by torch, unused": self.unused,
             "other processes, CUDA and NCCL": self.others,
             "free": self.free,
         }
-        limited = [f"  {format_bytes(self.limit):>10}  may be used by this process"] if self.limit < self.total else []
+        limited = [f"  {format_bytes(self.limit):>10}  limit of this process"] if self.limit < self.total else []
         return [f"  {format_bytes(size):>10}  {name}" for name, size in rows.items() if size] + limited
 
 
@@ -165,11 +165,11 @@ def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     """Return the remedy against units that are prefetched or stay unsharded between two uses."""
-    sizes = [sum(spec.layout.total * spec.dtype.itemsize for spec in unit) for unit in run.units]
+    sizes = [sum(spec.unsharded_bytes for spec in unit) for unit in run.units]
     elements = [sum(spec.layout.total for spec in unit) for unit in run.units]
     largest = max(sizes, default=0)
     live = max(elements, default=0)
-    if account.unsharded <= largest or run.plan.limits.live <= live:
+    if account.unsharded <= largest or run.plan.limits.unsharded <= live:
         return []
     change = f"zero_optimization.stage3_max_live_parameters {live} with stage3_prefetch_bucket_size 0"
     return [Remedy(change, account.unsharded - largest, Price.TRAFFIC)]
@@ -199,18 +199,18 @@ def asked_bytes(message: str) -> int | None:
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
-MARK = "What was where on"
+MARK = "Memory in use on"
 
 
 def explain(where: str, device: str, account: DeviceAccount, remedies: Sequence[Remedy], asked: int | None) -> str:
     """Return the report that is appended to the message of torch. `where` names rank, phase and unit."""
-    wanted = f": {format_bytes(asked)} were asked for" if asked is not None else ""
+    wanted = f": {format_bytes(asked)} were requested" if asked is not None else ""
     lines = [f"onefold: {where}{wanted}. {MARK} {device}, of {format_bytes(account.total)}:", *account.lines()]
     if remedies:
-        lines.append("What would free memory on this rank:")
+        lines.append("Settings that free memory on this rank:")
         lines += [f"  {remedy}" for remedy in remedies]
     else:
-        lines.append("No key of the config would free memory here: use a larger device, or a smaller model.")
+        lines.append("No key of the config frees memory here. Use a larger device, or a smaller model.")
     return "\n".join(lines)
 
 
@@ -228,7 +228,7 @@ def explain_host(where: str, available: int, resident: int, held: ModelBytes) ->
     lines += [f"  {format_bytes(size):>10}  {name}" for name, size in rows.items() if size]
     if held.total:
         lines.append(
-            "What would free memory on this host: a lower zero_optimization.offload_optimizer.ratio, or "
+            "Settings that free memory on this host: a lower zero_optimization.offload_optimizer.ratio, or "
             "zero_optimization.offload_optimizer.device nvme with an nvme_path"
         )
     return "\n".join(lines)

@@ -82,7 +82,7 @@ class PlanReport:
 
     def text(self) -> str:
         """Return the table as text."""
-        lines = [f"{'':<8}{'bytes of one rank':<34}{'planned':>12}{'measured':>12}"]
+        lines = [f"{'tier':<8}{'bytes of one rank':<34}{'planned':>12}{'measured':>12}"]
         lines += [
             f"{row.where:<8}{row.what:<34}{_shown(row.planned):>12}{_shown(row.measured):>12}" for row in self.rows()
         ]

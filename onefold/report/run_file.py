@@ -174,11 +174,11 @@ class RunFile:
             file.update()
         except (FileNotFoundError, NotADirectoryError):
             raise RunFileError(
-                f"{file.path}: there is no such file. `onefold train` writes it into its folder, and any other job "
-                'where its config says: "onefold": {"report": "FOLDER"}'
+                f"{file.path}: no such file. `onefold train` writes it into its folder, and other jobs "
+                'into the folder of "onefold": {"report": "FOLDER"} in their config.'
             ) from None
         if not file.facts:
-            raise RunFileError(f"{file.path}: {file._bad or 'there is no run in it yet'}")
+            raise RunFileError(f"{file.path}: {file._bad or 'it contains no run yet'}")
         return file
 
     def update(self) -> bool:
@@ -197,7 +197,7 @@ class RunFile:
                 self._take(line)
                 read_any = True
         if len(line) == _LONGEST_LINE:  # a shorter line without an end is incomplete
-            raise self._error(f"line {self._line_number + 1} is longer than {_LONGEST_LINE} bytes: no line of a run")
+            raise self._error(f"line {self._line_number + 1} is longer than {_LONGEST_LINE} bytes: not a run record")
         return read_any
 
     @property
@@ -222,7 +222,7 @@ class RunFile:
             kind = read.pop("kind")
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             self._fail_on_bad()
-            self._bad = f"line {self._line_number} is no line of a run ({type(error).__name__}: {str(error)[:80]})"
+            self._bad = f"line {self._line_number} is not valid ({type(error).__name__}: {str(error)[:80]})"
             return
         if kind != "run":
             self._fail_on_bad()  # only a resumed run may follow an incomplete line
@@ -238,7 +238,7 @@ class RunFile:
             _number(read["time"])
             self.facts, self.end = {**self.facts, **read}, None
         elif not self.facts:
-            raise ValueError("a run begins with a line of facts")
+            raise ValueError("a run record must begin with a line of facts")
         elif kind == "note":
             self.facts |= read
         elif kind == "end":
@@ -287,7 +287,7 @@ def _plain(value: Any) -> Any:
 
 def _object(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"an object was expected, not {type(value).__name__}")
+        raise TypeError(f"expected an object, not {type(value).__name__}")
     return value
 
 
@@ -295,13 +295,13 @@ def _number(value: Any) -> float:
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"a number was expected, not {type(value).__name__}")
+        raise TypeError(f"expected a number, not {type(value).__name__}")
     return float(value)
 
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"a whole number was expected, not {type(value).__name__}")
+        raise TypeError(f"expected a whole number, not {type(value).__name__}")
     return value
 
 

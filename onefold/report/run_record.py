@@ -24,7 +24,7 @@ class RunRecord:
         if self.path in _open:
             raise ConfigError(
                 f"onefold.report = {folder!r}: another engine of this process is writing {self.path}. Give each engine "
-                "a folder of its own, or close the other with engine.close()"
+                "a separate folder, or close the other with engine.close()."
             )
         self._file: BinaryIO | None = self.path.open("ab")
         _open[self.path] = self
@@ -37,7 +37,7 @@ class RunRecord:
             self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
-            logger.warning("onefold.report: %s: %s. The record ends here; the training goes on", self.path, error)
+            logger.warning("onefold.report: %s: %s. Recording is disabled and training continues", self.path, error)
             self.close()
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ def check_folder(folder: str) -> Path:
             first = file.readline()
             if first.endswith(b"\n") and not _begins_a_run(first):
                 raise ConfigError(
-                    f"onefold.report = {folder!r}: {path} is there and is no record of a run; move it away, or name "
-                    "another folder"
+                    f"onefold.report = {folder!r}: {path} exists but is not a run record. Move it away, or name "
+                    "another folder."
                 )
             _cut_off_part_of_line(file)
     except OSError as error:

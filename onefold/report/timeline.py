@@ -128,7 +128,7 @@ class Profiling:
 
     def __enter__(self) -> Profiling:
         if Profiling.active is not None:
-            raise RuntimeError("onefold.Profiling is already active: contexts do not nest")
+            raise RuntimeError("onefold.Profiling is already active. Leave it before you enter it again.")
         self._recorder = Recorder(local_device())
         Profiling.active = self
         if self._trace is not None:
@@ -164,7 +164,7 @@ class Profiling:
         agreement = next((engine.schedule.agreement for engine in self._engines), None)
         if failed or agreement is None:  # other ranks may never reach the collective
             self.path = write_alone(timeline, trace)
-            logger.warning("the timeline of rank %d alone is in %s", timeline.rank, self.path)
+            logger.warning("only the timeline of rank %d is in %s", timeline.rank, self.path)
         else:
             self.path = write_together(timeline, trace, agreement)
 

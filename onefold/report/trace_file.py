@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.comm import Agreement
-from onefold.comm.clocks import ClockOffset, bytes_for_first, clock_offset
+from onefold.comm.agreement import ClockOffset, bytes_for_first, clock_offset
 from onefold.recorder import Slice, Track, rows_of
 
 # Spans of these tracks nest, as calls do. Spans of the others overlap.

@@ -25,7 +25,7 @@ class TraceWindow:
         self._is_over = options.steps is None
         self._snapshots = options.memory_snapshot and device.type == "cuda"
         if options.memory_snapshot and not self._snapshots and rank == 0:
-            logger.warning("onefold.trace.memory_snapshot: there is no CUDA device here, so there is no snapshot")
+            logger.warning("onefold.trace.memory_snapshot: no snapshot is taken, because there is no CUDA device")
         self._keeps_history = self._snapshots
         if self._snapshots:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ENTRIES)
@@ -45,8 +45,8 @@ class TraceWindow:
             return
         if num_steps >= last or Profiling.active is not None:
             self._is_over = True
-            already = f"{num_steps} steps are taken already"
-            why = already if num_steps >= last else "something else is being profiled (onefold.Profiling)"
+            already = f"{num_steps} steps are already done"
+            why = already if num_steps >= last else "onefold.Profiling is active"
             if self._rank == 0:
                 logger.warning("onefold.trace: steps %d to %d are not traced: %s", first, last, why)
             return
@@ -65,7 +65,7 @@ class TraceWindow:
         try:
             profiling.__exit__(None)
         except OSError as error:  # do not stop the training because of the trace
-            logger.error("onefold.trace.path: the timeline could not be written: %s", error)
+            logger.error("onefold.trace.path: the timeline cannot be written: %s", error)
         if self._snapshots:
             self._dump("memory")
         self._stop_history()

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from onefold.comm import Agreement, Group, Ledger, broadcast_from
 from onefold.config import ConfigError
-from onefold.offload.offload_memory import OffloadMemory, make_memory, place
+from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_memory
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
-from onefold.plan.memory import OffloadedStepSplit
+from onefold.plan.traffic import OffloadedStepSplit
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -59,7 +59,7 @@ def lay_out(
     """
     agreement = Agreement(group, ledger)
     specs = plan_units(model, plan, groups, states, elsewhere)
-    placed = place([param for spec in specs for param in spec.params], plan, agreement, device)
+    placed = agree_on_tiers([param for spec in specs for param in spec.params], plan, agreement, device)
     memory = make_memory(placed, plan, agreement, ledger, device)
     rest = iter(placed)
     specs = [replace(spec, params=[next(rest) for _ in spec.params]) for spec in specs]
@@ -151,7 +151,7 @@ def build_units(
             ]
         detach(parameter for param in params for parameter in param.parameters)
         path = spec.found.module
-        unit = Unit(path, modules[path], params, index=index, shared=spec.found.shared)
+        unit = Unit(path, modules[path], params, index=index, reduces_at_end=spec.found.has_tied)
         _initialise(modules, on_meta & {name for param in params for name, _ in param.named_parameters()}, units)
         for param, is_in_sync in zip(params, in_sync, strict=True):
             if not is_in_sync:
@@ -291,7 +291,7 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
                 "and the class has no reset_parameters. Define one, or build the module on a real device."
             )
         own = {id(parameter) for parameter in modules[path].parameters(recurse=False)}
-        sharded = [param for unit in earlier for param in unit.sharded]
+        sharded = [param for unit in earlier for param in unit.sharded_params]
         shared = {name for param in sharded for name, parameter in param.named_parameters() if id(parameter) in own}
         if shared:
             raise ValueError(

@@ -8,7 +8,7 @@ from torch import nn
 from onefold.comm import ErrorFeedback, Reduction
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
-from onefold.plan.memory import reduces_in_place
+from onefold.plan.buffers import reduces_in_place
 from onefold.pool import Pool
 from onefold.runtime.parameter_proxy import GradientPlaceholder, raw_grad, set_raw_grad
 
@@ -52,7 +52,7 @@ class FlatGrad:
 
     @property
     def _slot_dtype(self) -> torch.dtype:
-        if not self._plan.keeps_whole_gradient:
+        if not self._plan.keeps_unsharded_gradient:
             return self._spec.dtype
         return self._plan.precision.of_gradient(self._spec.dtype, self._num_micro_steps)
 
@@ -194,7 +194,7 @@ class FlatGrad:
             self.drop_of_parameter(index)
         self.drops_at_end.clear()
 
-    # -- the whole gradient -------------------------------------------------------------------------------------
+    # -- the unsharded gradient ---------------------------------------------------------------------------------
 
     def drop(self, pool: Pool) -> None:
         """Discard everything that was accumulated."""

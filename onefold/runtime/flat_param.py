@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
-from onefold.plan.memory import stays_unsharded
+from onefold.plan.buffers import stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad
 from onefold.runtime.parameter_proxy import set_data, set_proxy_class
 
@@ -61,6 +62,7 @@ class FlatParam:
         self.store = ShardStore(spec, plan, rank, device, memory)
         self.full = torch.zeros(self.layout.total, dtype=spec.dtype, device=device)
         self._rank = rank
+        self._wire = Wire.NATIVE if spec.packed else plan.wire_of(trainable=spec.trainable)
         # A view of `full` was returned to the user, who may keep it.
         self.handed_out = False
         # Indices of parameters that currently have a shape but no values.
@@ -121,16 +123,24 @@ class FlatParam:
         storage = self.full.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.full.numel() * self.full.itemsize)
-        wire = Wire.NATIVE if lossless or self.spec.packed else self.plan.wire_of(trainable=self.trainable)
-        self._is_rounded = wire is not Wire.NATIVE
+        self._is_rounded = not lossless and self._wire is not Wire.NATIVE
         if self.secondary is not None and not lossless and (use_secondary or not self.trainable):
             if self._secondary_serves:
                 return AllGatherOp(self.full, self.secondary, span=self.plan.node_shard_size)
             self._secondary_serves = self._fills_secondary = True
-        assert self.store.param is not None
-        # The user may write to values that are gathered losslessly.
-        source = self.store.param.gather_source(is_overwritten=self._is_rounded or lossless)
-        return AllGatherOp(self.full, source, lossy=self._is_rounded)
+        shard = self.store.param
+        assert shard is not None
+        if shard.tier is not Tier.DEVICE:
+            # The user may write to values that are gathered losslessly.
+            source = shard.gather_source(is_overwritten=self._is_rounded or lossless)
+            return AllGatherOp(self.full, source, lossy=self._is_rounded)
+        assert isinstance(shard.values, torch.Tensor)
+        if shard.values.numel() and not shard.values.untyped_storage().size():
+            raise RuntimeError(
+                "the storage of a parameter shard was emptied by hand, and its values are lost. Free the device's "
+                "memory with engine.offload_states(include=['lp_params']), and load a checkpoint into a new engine"
+            )
+        return AllGatherOp(self.full, shard.values, lossy=self._is_rounded)
 
     def attach_views(self) -> None:
         """Make the Parameters views of `full`, after its all-gather has finished."""
@@ -340,6 +350,22 @@ class FlatParam:
             others = (self.secondary, self._cached[0] if self._cached is not None else None)
             held += self.full.untyped_storage().size() + sum(tensor.nbytes for tensor in others if tensor is not None)
         return held
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Exclude copies of parameter values from autograd and `torch.func` transforms.
+
+    Tensors made inside are not inference tensors, because training uses them later.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            yield
+        else:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            with temporarily_clear_interpreter_stack():
+                yield
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ class Hooks:
         owner = {id(p): unit.index for unit in schedule.units for param in unit.params for p in param.parameters}
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
-            for param in unit.trained:
+            for param in unit.trained_params:
                 for index, parameter in enumerate(param.parameters):
                     ready = while_alive(Hooks.gradient_ready, me, weakref.ref(unit), weakref.ref(param), index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
@@ -60,7 +60,7 @@ class Hooks:
                         # The gradient may come from an operation without hooks, or from one that reads no values.
                         attach = while_alive(FlatParam.attach_shape_placeholder, weakref.ref(param), index)
                         self._handles.append(parameter.register_hook(attach))
-        sharded = {id(p) for unit in schedule.units for param in unit.sharded for p in param.parameters}
+        sharded = {id(p) for unit in schedule.units for param in unit.sharded_params for p in param.parameters}
         for module in model.modules():
             own = [id(p) for p in module._parameters.values() if id(p) in owner]
             units = sorted({owner[parameter] for parameter in own})
@@ -69,7 +69,7 @@ class Hooks:
             for unit in (schedule.units[index] for index in units):
                 # Submodules of an enclosing module may be called without it, and by one rank alone if their parameters
                 # stay unsharded.
-                if unit.encloses and unit.sharded and module is not unit.module:
+                if unit.encloses and unit.sharded_params and module is not unit.module:
                     if any(owner[parameter] == unit.index for parameter in own if parameter in sharded):
                         self._watch_calls(unit, module)
                     else:
@@ -82,7 +82,7 @@ class Hooks:
         """Call a unit before and after forwards of a module."""
         target, add = weakref.ref(unit), self._handles.append
         before = ModuleHook(target, module, Unit.pre_forward)
-        if unit.sharded:
+        if unit.sharded_params:
             add(module.register_forward_pre_hook(before, with_kwargs=True))
             after = ModuleHook(target, module, Unit.post_forward)
             add(module.register_forward_hook(after, always_call=True))
@@ -212,7 +212,7 @@ class Hooks:
         # A recomputation inside a backward belongs to that backward.
         if torch.is_grad_enabled() and not inside_backward() and not inside_transform():
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            if tensors and self._schedule.trained:
+            if tensors and self._schedule.trained_units:
                 register_multi_grad_hook(tensors, while_alive(Hooks.expect_end, weakref.ref(self)), mode="any")
 
     # -- reads and writes outside of forwards -------------------------------------------------------------------
@@ -228,18 +228,18 @@ class Hooks:
             self._schedule.units[unit].wait_for_update()
 
     def before_root_state_dict(self, *_: Any) -> None:
-        """Raise before a state dict of the whole model that would have placeholders."""
+        """Raise before a state dict of the model that would have placeholders."""
         self._schedule.check_present()
         units = self._schedule.units
         if not self.state_dicts_may_be_empty and not any(unit.is_gathered_by_user for unit in units):
-            self.check_whole([unit.index for unit in units], "state_dict()", _USE_MODULE_STATE_DICT)
+            self.check_unsharded([unit.index for unit in units], "state_dict()", _USE_MODULE_STATE_DICT)
 
-    def check_whole(self, units: list[int], what: str, instead: str) -> None:
+    def check_unsharded(self, units: list[int], what: str, instead: str) -> None:
         """Raise if parameters of some units are sharded."""
         for unit in (self._schedule.units[index] for index in units):
             unit.wait_for_update()
             # Another engine may share the same frozen parameters, and have unsharded them.
-            if any(is_sharded(parameter) for param in unit.sharded for parameter in param.parameters):
+            if any(is_sharded(parameter) for param in unit.sharded_params for parameter in param.parameters):
                 raise RuntimeError(f"{what}: the parameters of {unit.name} are sharded and would be empty. {instead}.")
 
     def before_load(self, units: list[int], *_: Any) -> None:
@@ -299,7 +299,7 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
     def __reduce__(self) -> Any:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.check_whole(self._units, "copying or pickling the model", _USE_GATHERED)
+            hooks.check_unsharded(self._units, "copying or pickling the model", _USE_GATHERED)
         return dict, (dict(super().items()),)
 
 

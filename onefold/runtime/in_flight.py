@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,14 +20,16 @@ from onefold.pool import Pool
 from onefold.recorder import Recorder, Span, Track, carrying, recorded
 
 Callback = Callable[[], None]
+_GATHER, _REDUCE, _UPDATE = "gather of", "reduction of", "gather of updated parameters of"
 
 
 @dataclass
 class PendingCollective:
     """Collective in flight."""
 
+    operation: str
     names: list[str]
-    """Names of its units, for the hang guard and the timeline."""
+    """Names of its units. The hang guard and the timeline report them after the operation."""
     pending: Pending
     num_elements: int
     span: Span | None
@@ -65,18 +68,17 @@ class InFlightCollectives:
     ) -> None:
         """Launch an all-gather. `prepare` allocates and returns its tensors."""
         span = self._span(Track.GATHERS, "unshard", names, num_elements, self._plan.parameters.tier, wire)
-        with self._guard.launching("gather of", names), carrying(span):
-            pending = self.collective.start_gather(prepare())
-        self.gathers.append(PendingCollective(names, pending, num_elements, span, on_finish))
+        pending = self._launch(_GATHER, names, span, lambda: self.collective.start_gather(prepare()))
+        self.gathers.append(PendingCollective(_GATHER, names, pending, num_elements, span, on_finish))
 
     def finish_gather(self) -> None:
         """Wait for the first all-gather in flight."""
-        self._finish("gather of", self.gathers)
+        self._finish_first(self.gathers)
 
     def finish_gathers(self) -> None:
         """Wait for all all-gathers in flight."""
         while self.gathers:
-            self._finish("gather of", self.gathers)
+            self._finish_first(self.gathers)
 
     # -- reduce-scatters of gradients ---------------------------------------------------------------------------
 
@@ -87,20 +89,17 @@ class InFlightCollectives:
         while len(self.reductions) >= REDUCTIONS_IN_FLIGHT:
             self.finish_reduction()
         _make_room(self.reductions, num_elements, self._plan.reduce_bucket, self.finish_reduction)
-        reductions = prepare()
-        gradients = self._plan.gradients
+        reductions, gradients = prepare(), self._plan.gradients
         span = self._span(Track.REDUCTIONS, "reduce", names, num_elements, gradients.tier, gradients.wire)
-        # If a rank has died, the launch itself may raise.
-        with self._guard.launching("reduction of", names), carrying(span):
-            pending = self.collective.start_reduce_scatter(reductions)
+        pending = self._launch(_REDUCE, names, span, partial(self.collective.start_reduce_scatter, reductions))
         self.num_reductions += 1
-        self.reductions.append(PendingCollective(names, pending, num_elements, span, on_finish))
+        self.reductions.append(PendingCollective(_REDUCE, names, pending, num_elements, span, on_finish))
         if not self._plan.overlap:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
         """Wait for the first reduce-scatter in flight."""
-        self._finish("reduction of", self.reductions)
+        self._finish_first(self.reductions)
 
     def finish_reductions(self) -> None:
         """Wait for all reduce-scatters, and for the copies of offloaded gradients to the host."""
@@ -117,10 +116,8 @@ class InFlightCollectives:
         """Launch the all-gather of updated parameters, after the limit on what is in flight allows it."""
         _make_room(self.updates, num_elements, self._plan.gather_bucket, self.finish_update)
         span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
-        gatherings = prepare()
-        with self._guard.launching("gather of updated parameters of", names), carrying(span):
-            pending = self.collective.start_gather(gatherings)
-        self.updates.append(PendingCollective(names, pending, num_elements, span, on_finish))
+        pending = self._launch(_UPDATE, names, span, partial(self.collective.start_gather, prepare()))
+        self.updates.append(PendingCollective(_UPDATE, names, pending, num_elements, span, on_finish))
 
     def enqueue_local_update(
         self, names: list[str], wait_for_step: Callback, num_elements: int, on_finish: Callback
@@ -128,11 +125,11 @@ class InFlightCollectives:
         """Queue an update of a single rank, which needs no collective: `wait_for_step` waits for the host."""
         span = self._span(Track.GATHERS, "gather of updated parameters", names, num_elements, Tier.DEVICE, Wire.NATIVE)
         nothing = Pending(lambda: None)
-        self.updates.append(PendingCollective(names, nothing, num_elements, span, on_finish, wait_for_step))
+        self.updates.append(PendingCollective(_UPDATE, names, nothing, num_elements, span, on_finish, wait_for_step))
 
     def finish_update(self) -> None:
         """Wait for the first all-gather of updated parameters in flight."""
-        self._finish("gather of updated parameters of", self.updates)
+        self._finish_first(self.updates)
 
     def finish_updates(self) -> None:
         """Wait for all all-gathers of updated parameters."""
@@ -160,9 +157,9 @@ class InFlightCollectives:
     ) -> PendingCollective:
         """Launch the all-gather of reduced gradients for ranks that step everything. `wait` finishes it."""
         span = self._span(Track.GATHERS, "gather of gradients", names, num_elements, Tier.DEVICE, Wire.NATIVE)
-        with self._guard.launching("gather of gradients of", names), carrying(span):
-            pending = self.collective.start_gather(gatherings)
-        return PendingCollective(names, pending, num_elements, span, _nothing)
+        operation = "gather of gradients of"
+        pending = self._launch(operation, names, span, partial(self.collective.start_gather, gatherings))
+        return PendingCollective(operation, names, pending, num_elements, span, lambda: None)
 
     def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """Return the scalars of the ranks that hold one model state, in rank order, without blocking the host."""
@@ -187,26 +184,37 @@ class InFlightCollectives:
 
         return wait
 
-    # -- waiting ------------------------------------------------------------------------------------------------
+    # -- launch and wait ----------------------------------------------------------------------------------------
 
-    def _finish(self, operation: str, queue: deque[PendingCollective]) -> None:
-        """Wait for the first collective of a queue."""
+    def _launch(self, operation: str, names: list[str], span: Span | None, start: Callable[[], Pending]) -> Pending:
+        """Start a collective, under a name that the hang guard and the timeline report. Raise if a rank has died."""
+        with self._guard.launching(operation, names):
+            if span is None:
+                return start()
+            with carrying(span):
+                return start()
+
+    def wait(self, collective: PendingCollective) -> None:
+        """Wait for one collective, under a name that the hang guard and the timeline report."""
+        span = collective.span
+        with self._guard.waiting_for(collective.operation, collective.names):
+            if Recorder.active is None:
+                collective.pending.finish()
+            else:
+                name, unit = (f"wait for {span.name}", span.unit) if span is not None else ("wait", "")
+                with recorded(Track.COMPUTE, name, unit), carrying(span):
+                    collective.pending.finish()
+        if span is not None:
+            span.finish()
+
+    def _finish_first(self, queue: deque[PendingCollective]) -> None:
+        """Wait for the first collective of a queue, and remove it."""
         first = queue[0]
         if first.before_wait is not None:
             first.before_wait()
         queue.popleft()
-        self.wait(operation, first)
+        self.wait(first)
         first.on_finish()
-
-    def wait(self, operation: str, collective: PendingCollective) -> None:
-        """Wait for one collective, under a name that the hang guard and the timeline report."""
-        span = collective.span
-        name, unit = (f"wait for {span.name}", span.unit) if span is not None else ("wait", "")
-        waiting = self._guard.waiting_for(operation, collective.names)
-        with waiting, recorded(Track.COMPUTE, name, unit), carrying(span):
-            collective.pending.finish()
-        if span is not None:
-            span.finish()
 
     def _span(self, track: Track, name: str, names: list[str], numel: int, tier: Tier, wire: Wire) -> Span | None:
         recorder = Recorder.active
@@ -214,10 +222,6 @@ class InFlightCollectives:
             return None
         details = {"elements": numel, "tier": tier.value, "wire": wire.value}
         return recorder.start(track, name, ", ".join(names), details)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _make_room(pending: deque[PendingCollective], incoming: int, limit: int, finish: Callback) -> None:

@@ -1,7 +1,7 @@
 """The order of collectives, which is the same on every rank.
 
 [Note: one order for all ranks]
-The first pass is negotiated. Before an all-gather every rank publishes the unit that it needs. All ranks gather the
+The first pass is negotiated. Before an all-gather every rank sends the unit that it needs. All ranks gather the
 first of these in module order, and a rank that needs another one requests it again. Units whose gradients are ready on
 all ranks are reduced. Ranks may therefore diverge in any way without blocking each other. The granted collectives are
 recorded, and the record becomes the program of later passes, which all ranks follow without communication. A rank that
@@ -21,16 +21,16 @@ order, and the program is the order in which the gradients of rank 0's units wer
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from itertools import count
 
 import torch
 
-from onefold.comm import Agreement, Disagreement, broadcast_from
-from onefold.comm.ledger import Ledger
+from onefold.comm import Agreement, Disagreement, Ledger, broadcast_from
 from onefold.comm.wait_notes import BEGIN, advice_on_divergence
-from onefold.plan import Moment, Plan, Program, coalesce, compile_program
+from onefold.plan import PassPhase, Plan, Program, Tier, coalesce, compile_program
 from onefold.plan.program import Event, Launch
 from onefold.runtime.in_flight import InFlightCollectives
 from onefold.runtime.unit import Unit
@@ -76,32 +76,38 @@ class Order:
         self, units: Sequence[Unit], plan: Plan, in_flight: InFlightCollectives, agreement: Agreement, ledger: Ledger
     ) -> None:
         self.units = list(units)
+        # Whether a pass is under way.
         self.open = False
         # Whether gradients are reduced in the present backward.
         self.reduces = False
         self.agreement = agreement
         self._guard = agreement.guard
-        self._guard.number_passes_from(
-            next(_orders) * 1_000_000_000
-        )  # passes of two engines never have the same number
+        # Passes of two engines never have the same number.
+        self._guard.number_passes_from(next(_orders) * 1_000_000_000)
         self._plan = plan
         self._in_flight = in_flight
         self._ledger = ledger
-        self._gathers = any(unit.sharded for unit in units)
-        self._trained = [unit for unit in units if unit.trained]
+        self._has_sharded_units = any(unit.sharded_params for unit in units)
+        # Whether shards are read from NVMe ahead of their all-gathers.
+        self._reads_ahead = plan.parameters.tier is Tier.NVME
+        self._trained = [unit for unit in units if unit.trained_params]
+        # Units with all their gradients on this rank, and units whose reduction was launched, in this pass.
         self._ready: dict[Unit, None] = {}
         self._reduced: set[Unit] = set()
+        # The record of this pass, and units in the order of their first use.
         self._recording = True
         self._records_left = MAX_RETRACES
-        self._record_is_whole = True
+        self._record_is_complete = True
         self._events: list[Event] = []
         self._used: dict[Unit, None] = {}
+        # The program of this pass (None while it is negotiated), and this rank's position in its events and launches.
+        self.program: Program | None = None
         self._next_event = 0
         self._launched = 0
-        self.program: Program | None = None
+        # The programs of complete passes, and of backwards without a forward.
         self._programs: list[Program] = []
-        if not self._gathers:
-            self._follow([(Moment.REDUCE, unit.index) for unit in self._trained[::-1]])
+        if not self._has_sharded_units:
+            self._follow([(PassPhase.REDUCE, unit.index) for unit in self._trained[::-1]])
         # Units that are stepped, and gathered after the step, together: in the order of their first use.
         self.step_batches = self._batches(self._trained)
 
@@ -114,7 +120,7 @@ class Order:
 
     def begin(self, *, forward: bool) -> None:
         """Begin a pass, with a forward or, if no forward of it was seen, with its backward."""
-        if self._gathers:
+        if self._has_sharded_units:
             rows = self._negotiate(Request.BEGIN, int(forward), [self._launched if self.open else 0])
             if self.open and self.program is not None:
                 # Ranks may have stopped at different launches.
@@ -130,14 +136,14 @@ class Order:
         self._ready.clear()
         self._reduced.clear()
         self._events.clear()
-        self._record_is_whole = True
+        self._record_is_complete = True
 
     def record_use(self, unit: int) -> None:
         """Record the order in which units are first used, which is the order of steps."""
         if self._recording:
             self._used[self.units[unit]] = None
 
-    def request_unshard(self, moment: Moment, unit: int) -> int | None:
+    def request_unshard(self, phase: PassPhase, unit: int) -> int | None:
         """Launch the all-gather of a unit that is used now, and whatever the order has before it.
 
         Return the event of the program that this use belongs to, or None without a program.
@@ -146,21 +152,21 @@ class Order:
         if self._guard.divergence_requested:
             self._diverge(wanted)
         if not self.open or self.program is None:
-            if wanted.is_sharded:
-                self._negotiate(Request(moment), unit)
+            if wanted.needs_unshard:
+                self._negotiate(Request(phase), unit)
             return None
-        event = self.program.find((moment, unit), self._next_event)
+        event = _find((phase, unit), self.program, self._next_event)
         if event is not None:
             self._follow_to(self.program, event)
-        if wanted.is_sharded:
+        if wanted.needs_unshard:
             self._guard.request_divergence()
             self._diverge(wanted)
-            self._negotiate(Request(moment), unit)
+            self._negotiate(Request(phase), unit)
         return event
 
     def keeps(self, event: int | None) -> bool:
         """Return whether a unit stays unsharded after its use at an event."""
-        return self.open and self.program is not None and event is not None and self.program.kept[event]
+        return self.open and self.program is not None and event is not None and self.program.stays_unsharded[event]
 
     def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
         """Return whether all ranks have the unit's values cached. All ranks request the same unit, outside any pass."""
@@ -169,8 +175,11 @@ class Order:
             raise Disagreement(self._differ(rows))
         return all(row[_OWN] for row in rows)
 
-    def gradients_ready(self, unit: int) -> None:
-        """Launch the reduce-scatters that are next in the program, after a unit has received all its gradients."""
+    def request_reduce_scatter(self, unit: int) -> None:
+        """Launch the reduce-scatter of a unit with all its gradients, once it is next in the program.
+
+        Later units may be ready before earlier ones, so this launches as many as the order allows.
+        """
         finished = self.units[unit]
         if finished in self._ready:
             return
@@ -178,7 +187,7 @@ class Order:
         if self.program is None:
             return
         if self._recording:
-            self._events.append((Moment.REDUCE, unit))
+            self._events.append((PassPhase.REDUCE, unit))
         launches = self.program.launches
         while self.reduces and self._launched < len(launches):
             launch = launches[self._launched]
@@ -192,30 +201,30 @@ class Order:
             self._diverge()
         if self.program is not None:
             self._follow_to(self.program, len(self.program.events))
-        elif self._gathers:
+        elif self._has_sharded_units:
             self._negotiate(Request.END, 0)
         if self.reduces:
             self._reduce(self.reduction_batches)
             self._in_flight.finish_reductions()
-            if self._recording and self._record_is_whole:
+            if self._recording and self._record_is_complete:
                 self._adopt_record(aborted)
         self._in_flight.finish_gathers()
         self.open = False
 
     # -- following ----------------------------------------------------------------------------------------------
 
-    def _follow_to(self, program: Program, place: int) -> None:
+    def _follow_to(self, program: Program, event: int) -> None:
         """Launch everything up to an event, and reshard units that this rank has skipped."""
-        for position in range(self._next_event, place):
-            moment, index = program.events[position]
-            if moment is not Moment.REDUCE:
+        for position in range(self._next_event, event):
+            phase, index = program.events[position]
+            if phase is not PassPhase.REDUCE:
                 self._launch_until(program, program.launched_at[position])
-                if not program.kept[position]:
+                if not program.stays_unsharded[position]:
                     self.units[index].wait_for_unshard()
                     self.units[index].reshard_unused()
-        at = program.launched_at[place] if place < len(program.events) else len(program.launches)
+        at = program.launched_at[event] if event < len(program.events) else len(program.launches)
         self._launch_until(program, at)
-        self._next_event = max(self._next_event, place + 1)
+        self._next_event = max(self._next_event, event + 1)
 
     def _launch_until(self, program: Program, number: int) -> None:
         while self._launched < number:
@@ -223,12 +232,13 @@ class Order:
 
     def _launch(self, launch: Launch) -> None:
         self._launched += 1
-        self._guard.publish_launches(self._launched)
+        self._guard.record_launches(self._launched)
         if launch.gathers:
             Unit.launch_all_gather([self.units[index] for index in launch.units], use_secondary=True)
-            assert self.program is not None
-            ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
-            Unit.prefetch(self.units[index] for other in ahead for index in other.units)
+            if self._reads_ahead:
+                assert self.program is not None
+                ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
+                Unit.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
             self._reduce([[self.units[index] for index in launch.units]])
 
@@ -262,7 +272,7 @@ class Order:
     def _drop_program(self) -> None:
         self._guard.answer_request()
         if self.program is not None:
-            self.program, self._programs, self._record_is_whole = None, [], False
+            self.program, self._programs, self._record_is_complete = None, [], False
             self._records_left -= 1
             self._recording = self._records_left > 0
 
@@ -276,7 +286,7 @@ class Order:
         """Gather what ranks request, and reduce units that are ready on all, until this rank's request is granted."""
         while True:
             waits = self.open and self.program is None and self.reduces
-            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.shared]
+            done = [unit.index for unit in self._ready if unit not in self._reduced and not unit.reduces_at_end]
             rows = self._exchange(request, value, done[:_READY_IN_ROW] if waits else [], own)
             if any(row[0] == Request.DIVERGE for row in rows):
                 self._drop_program()
@@ -286,21 +296,21 @@ class Order:
             self._reduce(self._batches([self.units[index] for index in finished], self._plan.reduce_bucket))
             self._in_flight.finish_reductions()
             if self._recording and self.open:
-                self._events += [(Moment.REDUCE, index) for index in finished]
+                self._events += [(PassPhase.REDUCE, index) for index in finished]
             gathers = {(row[0], row[1]) for row in rows if row[0] in (Request.FORWARD, Request.BACKWARD)}
             if not gathers:
-                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_whole):
+                if len({row[0] for row in rows}) == 1 or (request is Request.END and not self._record_is_complete):
                     return rows
-                if any(row[0] == Request.END for row in rows) and not self._record_is_whole:
+                if any(row[0] == Request.END for row in rows) and not self._record_is_complete:
                     continue  # ranks that diverged end their pass now; the others have ended it before
                 self._guard.fail(self._differ(rows))
-            moment, index = min(gathers, key=_turn)
+            phase, index = min(gathers, key=_turn)
             unit = self.units[index]
             Unit.launch_all_gather([unit])
             self._in_flight.finish_gathers()
             if self.open and self._recording:
-                self._events.append((Moment(moment), index))
-            if (request, value) == (moment, index):
+                self._events.append((PassPhase(phase), index))
+            if (request, value) == (phase, index):
                 return rows
             unit.reshard_unused()
 
@@ -312,7 +322,7 @@ class Order:
     def _meanwhile(self) -> Callable[[], None] | None:
         """Return a function that launches what other ranks wait for, while this rank waits inside a program."""
         program = self.program
-        if program is None or not self.open or not self._gathers:
+        if program is None or not self.open or not self._has_sharded_units:
             return None
         return lambda: self._catch_up(program, self._guard.furthest_progress())
 
@@ -334,7 +344,7 @@ class Order:
         """Make rank 0's record of this pass the program of the next ones, unless its pass failed."""
         used = [*self._used, *self._trained]
         record = [] if aborted else [number for event in self._events for number in event]
-        firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained]
+        firsts = [] if aborted else [unit.index for unit in dict.fromkeys(used) if unit.trained_params]
         group = self.agreement.group
         device = group.device
         with self._guard.waiting_for("the record of the first pass"):
@@ -348,22 +358,22 @@ class Order:
             return
         flat = numbers.tolist()
         length = int(sizes[0])
-        events: list[Event] = [(Moment(flat[i]), flat[i + 1]) for i in range(0, length, 2)]
-        reduced = {unit for moment, unit in events if moment is Moment.REDUCE}
-        events += [(Moment.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
+        events: list[Event] = [(PassPhase(flat[i]), flat[i + 1]) for i in range(0, length, 2)]
+        reduced = {unit for phase, unit in events if phase is PassPhase.REDUCE}
+        events += [(PassPhase.REDUCE, unit.index) for unit in self._trained[::-1] if unit.index not in reduced]
         self._follow(events)
         self.step_batches = self._batches([self.units[index] for index in flat[length:]])
         self._recording = False
         self._used.clear()
 
     def _follow(self, events: list[Event]) -> None:
-        """Compile one program for whole passes, and one for a backward that begins without a forward."""
-        backward = next((place for place, (moment, _) in enumerate(events) if moment is not Moment.FORWARD), 0)
+        """Compile one program for complete passes, and one for a backward that begins without a forward."""
+        backward = next((index for index, (phase, _) in enumerate(events) if phase is not PassPhase.FORWARD), 0)
         self._programs = [
             compile_program(
                 part,
-                [unit.num_gathered for unit in self.units],
-                [unit.num_elements for unit in self.units],
+                [unit.num_sharded_elements for unit in self.units],
+                [unit.num_trained_elements for unit in self.units],
                 self._plan.limits,
                 self._plan.reduce_bucket,
                 {unit.index for unit in self.units if unit.encloses},
@@ -375,11 +385,11 @@ class Order:
     def close_last(self, unit: Unit) -> None:
         """Make a unit's reduction the last of each pass, because its gradients were late."""
         if self.program is not None and not self._recording:
-            events = [event for event in self._programs[0].events if event != (Moment.REDUCE, unit.index)]
-            self._follow([*events, (Moment.REDUCE, unit.index)])
+            events = [event for event in self._programs[0].events if event != (PassPhase.REDUCE, unit.index)]
+            self._follow([*events, (PassPhase.REDUCE, unit.index)])
 
     def _batches(self, units: Iterable[Unit], bucket: int | None = None) -> list[list[Unit]]:
-        sizes = [unit.num_elements for unit in self.units]
+        sizes = [unit.num_trained_elements for unit in self.units]
         batches = coalesce([unit.index for unit in units], sizes, bucket or self._plan.gather_bucket)
         return [[self.units[index] for index in batch] for batch in batches]
 
@@ -391,6 +401,13 @@ class Order:
         for also in (self._ready, self._reduced, self._used):
             also.clear()
         self.program = None
+
+
+def _find(event: Event, program: Program, first: int) -> int | None:
+    """Return the next position of an event in a program, starting at `first`."""
+    positions = program.positions.get(event, ())
+    index = bisect_left(positions, first)
+    return positions[index] if index < len(positions) else None
 
 
 def _turn(gather: tuple[int, int]) -> tuple[int, int]:

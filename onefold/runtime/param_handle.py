@@ -130,7 +130,7 @@ class ParamHandle:
         assert params is not None
         return params
 
-    def place_of(self, parameter: torch.Tensor) -> tuple[FlatParam, int]:
+    def location_of(self, parameter: torch.Tensor) -> tuple[FlatParam, int]:
         """Return the flat parameter of a parameter, and the parameter's index in it."""
         which, index = self._members[id(parameter)]
         return self.params[which], index
@@ -154,7 +154,7 @@ class ParamHandle:
     def in_flight(self) -> bool:
         """Whether the all-gather of the parameters is in flight."""
         unit = self.unit
-        return unit is not None and unit.parameter is ParameterState.UNSHARDING
+        return unit is not None and unit.param_state is ParameterState.UNSHARDING
 
     def acquire(self, *, blank: bool = False) -> None:
         """Unshard until `release`. All ranks call this together.
@@ -203,7 +203,7 @@ class ParamHandle:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter in its layout."""
-        param, index = self.place_of(parameter)
+        param, index = self.location_of(parameter)
         return param.layout.members[index].name
 
     @property
@@ -271,7 +271,7 @@ class ParamHandle:
         On another device it is a copy. The engine keeps and saves its own values, and can compute again when the
         model was moved back.
         """
-        param, index = self.place_of(parameter)
+        param, index = self.location_of(parameter)
         if value.device != param.full.device:
             set_data(parameter, value)
             if (owner := self.owner) is not None:
@@ -291,24 +291,24 @@ class ParamHandle:
 
     def data_read(self, parameter: nn.Parameter) -> None:
         """Detect writes through `parameter.data` by value, because resharding would lose them."""
-        param, index = self.place_of(parameter)
+        param, index = self.location_of(parameter)
         if self.in_pass and not param.stays_unsharded:
             param.look_for_writes(index)
 
     def set_requires_grad(self, parameter: nn.Parameter, value: bool) -> None:
         """Leave a frozen parameter out of the step until it is unfrozen."""
-        param, index = self.place_of(parameter)
+        param, index = self.location_of(parameter)
         if param.trainable:
             (param.store.frozen.discard if value else param.store.frozen.add)(index)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the value of `p.grad`, whose gradient was copied into the flat gradient."""
-        param, index = self.place_of(parameter)
+        param, index = self.location_of(parameter)
         return param.grad.of_parameter(index) if param.trainable and self.unit is not None else None
 
     def set_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Handle `p.grad = value`: None discards the engine's gradient, any other value raises."""
-        param, index = self.place_of(parameter)
+        param, index = self.location_of(parameter)
         unit = self.unit
         # Autograd has just accumulated it. This is a user hook, which runs before ours and may change the gradient.
         is_new = inside_backward() and raw_grad(parameter) is not None
@@ -399,9 +399,9 @@ class ParamHandle:
                 param.update_shard()
         if self.owner is None:
             self._notify()  # the shards are new
-        self.tell_written()
+        self.report_written()
 
-    def tell_written(self) -> None:
+    def report_written(self) -> None:
         """Discard copies of the old values, and have the engine update its masters, after a write on every rank."""
         for param in self.params:
             param.invalidate_secondary()
@@ -438,7 +438,7 @@ def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
     handle = handle_of(parameter)
     if handle is None:
         return parameter.shape
-    param, index = handle.place_of(parameter)
+    param, index = handle.location_of(parameter)
     return torch.Size(param.layout.members[index].shape)
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from onefold.log import logger
-from onefold.runtime.torch_functions import (
+from onefold.runtime.torch_internals import (
     ADDRESSES,
     DATA,
     MEMORY,
@@ -45,10 +45,11 @@ from onefold.runtime.torch_functions import (
     WITHOUT_VALUES,
     describe,
     is_in_place,
+    outside_compiler,
     overwrites,
     reads_no_values,
+    tensors_in,
 )
-from onefold.runtime.torch_internals import outside_compiler, tensors_in
 
 HANDLE = "_onefold_handle"
 _PLAIN = "_onefold_plain_class"

@@ -6,13 +6,13 @@
 A gradient may arrive after its unit's reduce-scatter was launched: a module that runs twice under reentrant
 checkpointing produces gradients in each run, and a rank that got past a unit may use it after all. Such gradients stay
 in the unit's slots and are reduced with the unit's next reduction. If the step comes first, the scalars that ranks
-exchange at every step say so, and all ranks reduce these units once more (`reduce_late`).
+exchange at every step show it, and all ranks reduce these units once more (`reduce_late`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -42,8 +42,8 @@ class Schedule:
         memory: OffloadMemory | None = None,
     ) -> None:
         self.units = list(units)
-        self.trained = [unit for unit in units if unit.trained]
-        self.sharded = [unit for unit in units if unit.sharded]
+        self.trained_units = [unit for unit in units if unit.trained_params]
+        self.sharded_units = [unit for unit in units if unit.sharded_params]
         self.agreement = Agreement(collective.group, ledger)
         self.guard = self.agreement.guard
         self.in_flight = InFlightCollectives(plan, collective, self.guard, pool, memory)
@@ -56,40 +56,6 @@ class Schedule:
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
 
-    # -- exchanges between the hosts of all ranks -----------------------------------------------------------------
-
-    def synchronize(self, what: str, row: Sequence[int]) -> list[list[int]]:
-        """Wait for all ranks, and return every rank's row of integers in rank order. `what` names the exchange."""
-        return self.agreement.synchronize(what, row)
-
-    def publish(self, what: str, text: str, rank: int = 0) -> str:
-        """Return one rank's text on all ranks, which call this together."""
-        return self.agreement.publish(what, text, rank)
-
-    def check(self) -> None:
-        """Raise `Disagreement` if the hang detector has found the job stuck."""
-        self.guard.check()
-
-    # -- states off the device ----------------------------------------------------------------------------------
-
-    @property
-    def offloaded(self) -> frozenset[str]:
-        """Kinds of state that `offload_states` has moved off the device, by name."""
-        return self.context.offloaded
-
-    @offloaded.setter
-    def offloaded(self, kinds: frozenset[str]) -> None:
-        self.context.offloaded = kinds
-
-    @property
-    def wake(self) -> Callable[[], object] | None:
-        """Function that reloads states which a program has moved by hand."""
-        return self.context.wake
-
-    @wake.setter
-    def wake(self, reload: Callable[[], object] | None) -> None:
-        self.context.wake = reload
-
     def check_present(self) -> None:
         """Raise if the model weights are off the device."""
         self.context.check_present()
@@ -99,11 +65,6 @@ class Schedule:
         self.context.check_awake()
 
     # -- forward ------------------------------------------------------------------------------------------------
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a forward is under way or waits for its backward, so that all ranks can unshard a unit."""
-        return self.context.in_pass
 
     def enter_forward(self) -> None:
         """Count a forward of the outermost module."""
@@ -117,35 +78,26 @@ class Schedule:
     def begin_pass(self) -> None:
         """Begin a pass with a forward of the outermost module that will have a backward."""
         self.check_present()
-        if self.sharded:
+        if self.sharded_units:
             self.context.begin_sharded_pass(forward=True)
 
     def reshard_all(self) -> None:
         """Reshard all units that the user has not gathered."""
         self.context.reshard_all()
 
-    def forget_cached(self) -> None:
-        """Free the unsharded values that `GatheredParameters` has kept for its next use."""
-        self.context.forget_cached()
-
     # -- backward -----------------------------------------------------------------------------------------------
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way."""
-        return self.context.in_backward
 
     def begin_backward(self, *, boundary: bool) -> None:
         """Begin a backward. `boundary`: a step follows it. Plans that keep unsharded gradients reduce only then."""
         context = self.context
         context.in_backward = True
         context.num_backwards += 1
-        self.forget_cached()
-        if not self.sharded or not self.order.open:
+        context.forget_cached()
+        if not self.sharded_units or not self.order.open:
             self.order.begin(forward=False)
-        self.order.reduces = boundary or not self._plan.keeps_whole_gradient
+        self.order.reduces = boundary or not self._plan.keeps_unsharded_gradient
         context.before_step = boundary
-        for unit in self.trained:
+        for unit in self.trained_units:
             unit.expect_gradients()
         if not boundary:
             for param in self.trained_params():
@@ -174,22 +126,22 @@ class Schedule:
     def drop_gradients(self) -> None:
         """Discard all gradients of the accumulation window."""
         self.in_flight.finish_reductions()
-        for unit in self.trained:
+        for unit in self.trained_units:
             unit.drop_gradients()
 
     def late_units(self) -> list[Unit]:
         """Return the units with gradients that are not reduced, at the step."""
-        return [unit for unit in self.trained if unit.gradient is GradientState.OPEN]
+        return [unit for unit in self.trained_units if unit.grad_state is GradientState.OPEN]
 
     def reduce_late(self) -> None:
         """Reduce units in which any rank has late gradients once more. All ranks call this together."""
         late = self.late_units()
-        mine = torch.tensor([unit in late for unit in self.trained], dtype=torch.int32)
+        mine = torch.tensor([unit in late for unit in self.trained_units], dtype=torch.int32)
         everybody = self.agreement.exchange("the late gradients", mine).sum(0).tolist()
-        for unit, late_on in zip(self.trained, everybody, strict=True):
+        for unit, late_on in zip(self.trained_units, everybody, strict=True):
             if late_on:
                 # Its gradients may be late again, so only the end of a backward reduces it from here on.
-                unit.shared = True
+                unit.reduces_at_end = True
                 self.order.close_last(unit)
                 Unit.launch_reduce_scatter([unit])
         self.in_flight.finish_reductions()
@@ -208,16 +160,16 @@ class Schedule:
 
     def trained_params(self) -> Iterator[FlatParam]:
         """Yield all trained flat parameters."""
-        return (param for unit in self.trained for param in unit.trained)
+        return (param for unit in self.trained_units for param in unit.trained_params)
 
-    def meet_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
+    def synchronize_for_step(self, numbers: Sequence[int]) -> list[list[int]]:
         """Reshard everything and synchronize at the step. Return the numbers of every rank."""
         self.reshard_for("a step")
         for param in self.trained_params():
             param.invalidate_secondary()
         return self.order.synchronize(Request.STEP, numbers)
 
-    def meet_for_load(self, number: int = 0) -> list[int]:
+    def synchronize_for_load(self, number: int = 0) -> list[int]:
         """Finish everything in flight and synchronize before a load. Return the number of every rank."""
         self.reshard_for("load_checkpoint")
         self.wait_for_step()
@@ -254,20 +206,20 @@ class Schedule:
         batches = self.order.step_batches
         if self._plan.shards_states or self.alone:
             for batch in batches:
-                yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained}
+                yield batch, {param.store: param.grad.reduced for unit in batch for param in unit.trained_params}
             return
         ahead = deque(self._launch_gradient_gather(batch) for batch in batches[:1])
         for position, batch in enumerate(batches):
             ahead.extend(self._launch_gradient_gather(after) for after in batches[position + 1 : position + 2])
             gathered, pending = ahead.popleft()
-            self.in_flight.wait("gather of gradients of", pending)
+            self.in_flight.wait(pending)
             yield batch, gathered
             for gradient in gathered.values():
                 self.in_flight.pool.give_back(gradient)
 
     def _launch_gradient_gather(self, batch: list[Unit]) -> tuple[dict[ShardStore, torch.Tensor], PendingCollective]:
         gathered, gatherings = {}, []
-        for param in (param for unit in batch for param in unit.trained):
+        for param in (param for unit in batch for param in unit.trained_params):
             gathered[param.store] = self.in_flight.pool.take(param.layout.total, param.grad.reduced.dtype)
             gatherings.append(AllGatherOp(gathered[param.store], param.grad.reduced))
         size = sum(gradient.numel() for gradient in gathered.values())
@@ -279,7 +231,7 @@ class Schedule:
 
         Parameters that stay unsharded come first, because the other ranks wait for them.
         """
-        params = [param for batch in self.order.step_batches for unit in batch for param in unit.trained]
+        params = [param for batch in self.order.step_batches for unit in batch for param in unit.trained_params]
         on_host = [param for param in params if param.store.is_offloaded]
         return [param.store for param in sorted(on_host, key=lambda param: not param.stays_unsharded)]
 
@@ -291,8 +243,8 @@ class Schedule:
     def wait_for_step(self) -> None:
         """Wait for everything that a step has left in flight."""
         self.in_flight.finish_updates()
-        for unit in self.sharded:
-            for param in unit.sharded:
+        for unit in self.sharded_units:
+            for param in unit.offloaded_params:
                 param.store.finish_step()
 
     def abandon_step(self) -> None:
@@ -316,10 +268,10 @@ class Schedule:
                     f"Parameter {name} was frozen at initialize and has a gradient now, but it has no optimizer state. "
                     "Unfreeze it before initialize, or initialize again."
                 )
-        for unit in self.trained:
-            for param in unit.trained:
+        for unit in self.trained_units:
+            for param in unit.trained_params:
                 member, parameter = param.layout.members[0], param.parameters[0]
-                is_sharded = not param.stays_unsharded and unit.parameter is ParameterState.SHARDED
+                is_sharded = not param.stays_unsharded and unit.param_state is ParameterState.SHARDED
                 there = 0 if is_sharded else param.full[member.start : member.stop].data_ptr()
                 if parameter.numel() and parameter.data_ptr() != there:
                     raise RuntimeError(
@@ -350,7 +302,7 @@ class Schedule:
 
     def forget_units(self) -> None:
         """Release the units when the engine is destroyed."""
-        self.forget_cached()
-        for held in (self.units, self.trained, self.sharded, self.context.sharded, self._frozen):
+        self.context.forget_cached()
+        for held in (self.units, self.trained_units, self.sharded_units, self.context.sharded_units, self._frozen):
             held.clear()
         self.order.forget_units()

@@ -1,8 +1,8 @@
 """Units: parameters that are unsharded, resharded, reduced and stepped together, usually those of one block.
 
-`Unit` has the whole lifecycle, in the order of a training step: forward, backward, unshard, reshard, reduce, and the
+`Unit` has the lifecycle in the order of a training step: forward, backward, unshard, reshard, reduce, and the
 all-gather of updated parameters. `Order` decides when collectives are launched, in the same order on every rank: a unit
-requests to be unsharded, and the order tells it, and the units before it, to launch. `InFlightCollectives` launches.
+requests its all-gather, and the order launches those before it first. `InFlightCollectives` starts and awaits them.
 
 [Note: when a unit may be resharded]
 After its forward, unless the recorded order keeps it unsharded. In backward, when no operation will read it any more:
@@ -22,40 +22,44 @@ import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp, Reduction
-from onefold.plan import Moment, Wire
+from onefold.plan import PassPhase, Wire
 from onefold.recorder import within
 from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
-from onefold.runtime.flat_param import FlatParam
+from onefold.runtime.flat_param import FlatParam, unrecorded
 from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
-from onefold.runtime.torch_internals import inside_backward, inside_transform, unrecorded
+from onefold.runtime.torch_internals import inside_backward, inside_transform
 from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext, Uses
 
 
 class Unit:
     """The parameters of one module, or those outside all other units, as flat parameters."""
 
-    def __init__(self, name: str, module: nn.Module, params: Sequence[FlatParam], *, index: int, shared: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, params: Sequence[FlatParam], *, index: int, reduces_at_end: bool
+    ) -> None:
         self.name = name or "(root)"
         self.module = module
         self.params = list(params)
-        self.trained = [param for param in params if param.trainable]
-        self.sharded = [param for param in params if not param.stays_unsharded]
+        self.trained_params = [param for param in params if param.trainable]
+        self.sharded_params = [param for param in params if not param.stays_unsharded]
+        # Sharded ones that other threads step: an all-gather waits for them.
+        self.offloaded_params = [param for param in self.sharded_params if param.store.is_offloaded]
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
-        self.updated = [param for param in self.trained if param.stays_unsharded]
+        self.updated_params = [param for param in self.trained_params if param.stays_unsharded]
         self.index = index
         # Whether its module contains modules of other units.
         self.encloses = False
-        # Whether a gradient may arrive twice in one backward. Then the unit is reduced when the backward ends.
-        self.shared = shared
-        self.parameter = ParameterState.UNSHARDED
-        self.gradient = GradientState.EMPTY
+        # Whether the unit is reduced only when a backward ends, because a tied parameter may get two gradients in it.
+        self.reduces_at_end = reduces_at_end
+        self.param_state = ParameterState.UNSHARDED
+        self.grad_state = GradientState.EMPTY
         self.uses = Uses()
         # Whether the all-gather of its updated parameters is in flight.
         self.is_updating = False
         # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
-        self.num_gathers = 0
-        self.num_elements = sum(param.layout.total for param in self.trained)
-        self.num_gathered = sum(param.layout.total for param in self.sharded)
+        self.num_gathers_in_flight = 0
+        self.num_trained_elements = sum(param.layout.total for param in self.trained_params)
+        self.num_sharded_elements = sum(param.layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit = self.name
@@ -76,8 +80,8 @@ class Unit:
 
     def pre_forward(self, *arguments: Any) -> None:
         """Unshard before a call of the unit's module, and register hooks on the end of the call's backward."""
-        if not self.sharded:
-            self.unshard(Moment.FORWARD)
+        if not self.sharded_params:
+            self.unshard(PassPhase.FORWARD)
             return
         recompute, uses = inside_backward(), self.uses
         self.begin_use(recompute=recompute)
@@ -103,7 +107,7 @@ class Unit:
                 hook_begin(node, while_alive(act, weakref.ref(self), call))
             if recompute:
                 self.mark_in_backward(call)
-            elif not produced and (self.trained or call > 0) and output is not None:
+            elif not produced and (self.trained_params or call > 0) and output is not None:
                 self.keep_for_pass()  # no hook shows when its backward begins
         self.end_use(recompute=recompute)
 
@@ -114,8 +118,8 @@ class Unit:
             context.check_present()
         self.uses.forwards += 1
         context.depth += 1
-        if self.uses.forwards == 1 or self.parameter is not ParameterState.UNSHARDED:
-            self.unshard(Moment.BACKWARD if recompute else Moment.FORWARD)
+        if self.uses.forwards == 1 or self.param_state is not ParameterState.UNSHARDED:
+            self.unshard(PassPhase.BACKWARD if recompute else PassPhase.FORWARD)
 
     def end_use(self, *, recompute: bool) -> None:
         """End a `begin_use`."""
@@ -141,7 +145,7 @@ class Unit:
         if is_lookup and not torch.is_grad_enabled():
             return
         if not self.uses.backwards:
-            self.unshard(Moment.BACKWARD)
+            self.unshard(PassPhase.BACKWARD)
         self.uses.backwards.add(call)
         if torch.is_grad_enabled():  # a backward that is itself recorded creates nodes without hooks
             self.keep_for_pass()
@@ -152,12 +156,12 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Count the parameters that may get a gradient, at the beginning of a backward."""
-        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained)
+        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained_params)
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
         context = self.context
-        while self.gradient is GradientState.REDUCING:
+        while self.grad_state is GradientState.REDUCING:
             context.in_flight.finish_reduction()
         self._open_gradients()
         grad = param.grad
@@ -168,9 +172,9 @@ class Unit:
         grad.last_backward[index] = context.num_backwards
         self._num_gradients_missing -= 1
         if self._num_gradients_missing == 0:
-            if not self.shared:
-                context.order.gradients_ready(self.index)
-            if not self.encloses and all(param.trainable for param in self.sharded):
+            if not self.reduces_at_end:
+                context.order.request_reduce_scatter(self.index)
+            if not self.encloses and all(param.trainable for param in self.sharded_params):
                 self.post_backward([call for call in self.uses.backwards if call < 0])
 
     def post_backward(self, calls: Iterable[int]) -> None:
@@ -180,34 +184,34 @@ class Unit:
         uses.backwards -= ended
         uses.ended += len(ended)
         if ended and not uses.backwards:
-            if context.in_backward and self.trained and uses.ended >= uses.calls and not self.shared:
-                context.order.gradients_ready(self.index)
+            if context.in_backward and self.trained_params and uses.ended >= uses.calls and not self.reduces_at_end:
+                context.order.request_reduce_scatter(self.index)
             if not context.order.keeps(uses.event):
                 self.reshard_unused()
 
     # -- unshard ------------------------------------------------------------------------------------------------
 
-    def unshard(self, moment: Moment) -> None:
+    def unshard(self, phase: PassPhase) -> None:
         """All-gather the parameters, in the order that all ranks keep, and wait for them."""
         context = self.context
         self.wait_for_update()
         context.order.record_use(self.index)
-        if not self.sharded:
+        if not self.sharded_params:
             return
         if context.cached is not None:
             context.forget_cached()
-        begins_pass = not context.order.open and (torch.is_grad_enabled() or moment is Moment.BACKWARD)
+        begins_pass = not context.order.open and (torch.is_grad_enabled() or phase is PassPhase.BACKWARD)
         with unrecorded():
             if begins_pass:
-                context.begin_sharded_pass(forward=moment is Moment.FORWARD)
-            event = context.order.request_unshard(moment, self.index)
+                context.begin_sharded_pass(forward=phase is PassPhase.FORWARD)
+            event = context.order.request_unshard(phase, self.index)
             if event is not None:
                 self.uses.event = event
             self.wait_for_unshard()
 
     def wait_for_unshard(self) -> None:
         """Wait for the unit's all-gathers in flight, and those launched before them."""
-        while self.num_gathers:
+        while self.num_gathers_in_flight:
             self.context.in_flight.finish_gather()
 
     @staticmethod
@@ -218,7 +222,7 @@ class Unit:
         for unit in units:
             if plan.node_shard_size > 1:
                 unit.wait_for_unshard()  # it may be filling the secondary shard
-            for param in unit.sharded:
+            for param in unit.offloaded_params:
                 param.store.finish_step()
         started: list[Unit] = []
 
@@ -233,7 +237,7 @@ class Unit:
             context.in_flight.enqueue_all_gather(
                 [unit.name for unit in units],
                 prepare,
-                num_elements=sum(unit.num_gathered for unit in units),
+                num_elements=sum(unit.num_sharded_elements for unit in units),
                 wire=Wire.NATIVE if lossless else plan.parameters.wire,
                 on_finish=partial(Unit._finish_all_gather, units),
             )
@@ -247,54 +251,54 @@ class Unit:
         """Read shards from disk for the all-gathers that come next, as far as buffers are free."""
         for unit in units:
             with within(unit.name):
-                if not all(param.read_ahead() for param in unit.sharded):
+                if not all(param.read_ahead() for param in unit.sharded_params):
                     return
 
     def _prepare_all_gather(self, *, lossless: bool, use_secondary: bool) -> list[AllGatherOp]:
-        self.num_gathers += 1
-        if self.parameter is ParameterState.SHARDED:
-            self.parameter = ParameterState.UNSHARDING
-        return [param.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for param in self.sharded]
+        self.num_gathers_in_flight += 1
+        if self.param_state is ParameterState.SHARDED:
+            self.param_state = ParameterState.UNSHARDING
+        return [p.prepare_all_gather(lossless=lossless, use_secondary=use_secondary) for p in self.sharded_params]
 
     def _undo_all_gather(self) -> None:
         """Roll back `_prepare_all_gather` after its collective failed to launch."""
-        for param in self.sharded:
+        for param in self.sharded_params:
             param.invalidate_secondary()
-        self.num_gathers -= 1
-        if self.parameter is ParameterState.UNSHARDING and not self.num_gathers:
-            self.parameter = ParameterState.SHARDED
-            for param in self.sharded:
+        self.num_gathers_in_flight -= 1
+        if self.param_state is ParameterState.UNSHARDING and not self.num_gathers_in_flight:
+            self.param_state = ParameterState.SHARDED
+            for param in self.sharded_params:
                 param.free_unsharded()
 
     @staticmethod
     def _finish_all_gather(units: list[Unit]) -> None:
         for unit in units:
-            unit.num_gathers -= 1
+            unit.num_gathers_in_flight -= 1
             # A unit that was unsharded when another rank requested it stays as it is.
-            if unit.parameter is ParameterState.UNSHARDING:
-                for param in unit.sharded:
+            if unit.param_state is ParameterState.UNSHARDING:
+                for param in unit.sharded_params:
                     param.attach_views()
-                unit.parameter = ParameterState.UNSHARDED
-            for param in unit.sharded:
+                unit.param_state = ParameterState.UNSHARDED
+            for param in unit.sharded_params:
                 param.fill_secondary()
 
     # -- reshard ------------------------------------------------------------------------------------------------
 
     @property
-    def is_sharded(self) -> bool:
+    def needs_unshard(self) -> bool:
         """Whether the unit has to be unsharded before it can be used."""
-        return self.parameter is ParameterState.SHARDED
+        return self.param_state is ParameterState.SHARDED
 
     def reshard_unused(self, *, after_user_gather: bool = False) -> None:
         """Reshard, unless the unit is still used on this rank.
 
         `after_user_gather`: skip the in-place write check, because `GatheredParameters` performs it.
         """
-        if not self.sharded or self.parameter is not ParameterState.UNSHARDED or self.uses.any:
+        if not self.sharded_params or self.param_state is not ParameterState.UNSHARDED or self.uses.any:
             return
         context = self.context
         self.wait_for_unshard()
-        checked = [] if after_user_gather else self.sharded
+        checked = [] if after_user_gather else self.sharded_params
         written = [name for param in checked for name in param.written_names()]
         self.reshard(drop=not (context.order.open or context.in_backward))
         if written:
@@ -302,12 +306,12 @@ class Unit:
 
     def reshard(self, *, drop: bool = False) -> None:
         """Free the unsharded parameters. `drop`: no graph needs the next values in the same memory."""
-        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
-        assert not self.num_gathers, self.name
-        if self.sharded:
-            for param in self.sharded:
+        assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
+        assert not self.num_gathers_in_flight, self.name
+        if self.sharded_params:
+            for param in self.sharded_params:
                 param.free_unsharded(drop=drop)
-            self.parameter = ParameterState.SHARDED
+            self.param_state = ParameterState.SHARDED
 
     def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
         """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
@@ -324,17 +328,16 @@ class Unit:
         units[0].context.in_flight.enqueue_reduce_scatter(
             [unit.name for unit in units],
             partial(Unit._prepare_reduce_scatter, units),
-            num_elements=sum(unit.num_elements for unit in units),
+            num_elements=sum(unit.num_trained_elements for unit in units),
             on_finish=partial(Unit._finish_reduce_scatter, units),
         )
 
     def _open_gradients(self) -> None:
-        if self.gradient is GradientState.EMPTY:
-            pool = self.context.in_flight.pool
-            for param in self.trained:
-                param.grad.take_slot(pool)
-            self.gradient = GradientState.OPEN
-        assert self.gradient is GradientState.OPEN, (self.name, self.gradient)
+        if self.grad_state is GradientState.EMPTY:
+            for param in self.trained_params:
+                param.grad.take_slot(self.context.in_flight.pool)
+            self.grad_state = GradientState.OPEN
+        assert self.grad_state is GradientState.OPEN, (self.name, self.grad_state)
 
     @staticmethod
     def _prepare_reduce_scatter(units: list[Unit]) -> list[Reduction]:
@@ -344,8 +347,8 @@ class Unit:
             unit._open_gradients()
         reductions = []
         for unit in units:
-            unit.gradient = GradientState.REDUCING
-            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained]
+            unit.grad_state = GradientState.REDUCING
+            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained_params]
         return reductions
 
     @staticmethod
@@ -353,22 +356,21 @@ class Unit:
         context = units[0].context
         in_flight = context.in_flight
         for unit in units:
-            assert unit.gradient is GradientState.REDUCING, (unit.name, unit.gradient)
+            assert unit.grad_state is GradientState.REDUCING, (unit.name, unit.grad_state)
             with within(unit.name):
-                for param in unit.trained:
+                for param in unit.trained_params:
                     param.grad.store_reduced(in_flight.pool)
-                unit.gradient = GradientState.EMPTY
+                unit.grad_state = GradientState.EMPTY
             if context.before_step and in_flight.collective.group.size > 1:
-                for param in unit.trained:
+                for param in unit.trained_params:
                     param.grad.shard.start_square_sum()
 
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""
-        assert self.gradient is not GradientState.REDUCING, self.name
-        pool = self.context.in_flight.pool
-        for param in self.trained:
-            param.grad.drop(pool)
-        self.gradient = GradientState.EMPTY
+        assert self.grad_state is not GradientState.REDUCING, self.name
+        for param in self.trained_params:
+            param.grad.drop(self.context.in_flight.pool)
+        self.grad_state = GradientState.EMPTY
 
     # -- all-gather of updated parameters, after a step ---------------------------------------------------------
 
@@ -381,7 +383,7 @@ class Unit:
         """
         context = units[0].context
         plan, in_flight = context.plan, context.in_flight
-        params = [param for unit in units for param in unit.updated]
+        params = [param for unit in units for param in unit.updated_params]
         is_gathered = plan.shards_states and in_flight.collective.group.size > 1
         if not params or not (is_gathered or any(param.store.is_stepping for param in params)):
             return
@@ -414,7 +416,7 @@ class Unit:
     def _set_updating(units: list[Unit], updating: bool) -> None:
         for unit in units:
             unit.is_updating = updating
-            for parameter in (parameter for param in unit.updated for parameter in param.parameters):
+            for parameter in (parameter for param in unit.updated_params for parameter in param.parameters):
                 if updating:
                     set_updating_class(parameter)
                 else:
@@ -425,8 +427,8 @@ class Unit:
     def read(self, *, backward: bool = False, within_pass: bool = False) -> None:
         """Unshard for a read of a parameter outside its module's forward, until the pass or the evaluation ends."""
         self.wait_for_update()
-        if self.sharded and (within_pass or backward or self.context.in_pass) and not self.uses.any:
-            self.unshard(Moment.BACKWARD if backward else Moment.FORWARD)
+        if self.sharded_params and (within_pass or backward or self.context.in_pass) and not self.uses.any:
+            self.unshard(PassPhase.BACKWARD if backward else PassPhase.FORWARD)
             self.keep_for_pass()
 
     def keep_for_pass(self) -> None:
@@ -443,11 +445,11 @@ class Unit:
         context = self.context
         context.check_present()
         if context.order.open:
-            self.unshard(Moment.FORWARD)
-        elif self.sharded:
+            self.unshard(PassPhase.FORWARD)
+        elif self.sharded_params:
             with unrecorded():
                 self.wait_for_update()
-                is_cached = context.cached is self and all(param.has_valid_cache() for param in self.sharded)
+                is_cached = context.cached is self and all(param.has_valid_cache() for param in self.sharded_params)
                 if not is_cached:
                     context.forget_cached()
                 if context.order.all_have_cached(self.index, is_cached=is_cached):
@@ -466,31 +468,31 @@ class Unit:
         self.uses.gathered_by_user -= 1
         if context.order.open and torch.is_grad_enabled():
             self.keep_for_pass()  # results computed from it may have a backward that no hook sees begin
-        if cache and self.sharded and not self.uses.any and not context.in_pass and not context.in_backward:
+        if cache and self.sharded_params and not self.uses.any and not context.in_pass and not context.in_backward:
             context.forget_cached()
-            for param in self.sharded:
+            for param in self.sharded_params:
                 param.cache_unsharded()
             context.cached = self
         self.reshard_unused(after_user_gather=True)
 
     def _use_cached(self) -> None:
-        assert self.parameter is ParameterState.SHARDED, (self.name, self.parameter)
-        for param in self.sharded:
+        assert self.param_state is ParameterState.SHARDED, (self.name, self.param_state)
+        for param in self.sharded_params:
             param.restore_cached()
-        self.parameter = ParameterState.UNSHARDED
+        self.param_state = ParameterState.UNSHARDED
 
     def update_shards(self) -> None:
         """Copy this rank's slices of the unsharded values into its shards, after the user has written them."""
-        assert self.parameter is ParameterState.UNSHARDED, (self.name, self.parameter)
-        for param in self.sharded:
+        assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
+        for param in self.sharded_params:
             param.update_shard()
 
     def is_seen_by(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether one of the tensors is a view of these parameters."""
         found = list(tensors)
-        return any(param.is_seen_by(found) for param in self.sharded)
+        return any(param.is_seen_by(found) for param in self.sharded_params)
 
     def hand_out(self) -> None:
         """Record that a view of these parameters was returned to the user, who may keep it."""
-        for param in self.sharded:
+        for param in self.sharded_params:
             param.handed_out = True

@@ -73,7 +73,7 @@ class UnitSpans:
             add(module.register_forward_hook(after, always_call=True))
             around = [self._calls[other] for other in schedule.units if other.encloses and other is not unit]
             ready = _gradient_ready([self._calls[unit], *around])
-            parameters = [parameter for param in unit.trained for parameter in param.parameters]
+            parameters = [parameter for param in unit.trained_params for parameter in param.parameters]
             self._handles += [p.register_post_accumulate_grad_hook(ready) for p in parameters]
 
     def remove(self) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from onefold.comm import Agreement
-from onefold.plan import Moment, Plan
+from onefold.plan import PassPhase, Plan
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives
 
@@ -64,44 +64,33 @@ class Uses:
 
 
 class CollectiveOrder(Protocol):
-    """The order of collectives that all ranks keep, as far as units use it. `order.Order` implements it.
-
-    Units are named by their index.
-    """
+    """The order of collectives as far as units use it. `order.Order` implements it. Units are named by their index."""
 
     open: bool
     """Whether a pass is under way."""
     agreement: Agreement
 
-    def begin(self, *, forward: bool) -> None:
-        """Begin a pass."""
+    def begin(self, *, forward: bool) -> None: ...
 
-    def record_use(self, unit: int) -> None:
-        """Record the first use of a unit, for the order of the next steps."""
+    def record_use(self, unit: int) -> None: ...
 
-    def request_unshard(self, moment: Moment, unit: int) -> int | None:
-        """Launch the unit's all-gather, and everything before it. Return the event of the recorded order, if any."""
+    def request_unshard(self, phase: PassPhase, unit: int) -> int | None: ...
 
-    def keeps(self, event: int | None) -> bool:
-        """Return whether a unit stays unsharded after its use at an event."""
+    def keeps(self, event: int | None) -> bool: ...
 
-    def gradients_ready(self, unit: int) -> None:
-        """Launch reduce-scatters, after a unit has received all its gradients on this rank."""
+    def request_reduce_scatter(self, unit: int) -> None: ...
 
-    def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]:
-        """Synchronize with all ranks, and return up to four numbers of each of them."""
+    def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]: ...
 
-    def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
-        """Return whether all ranks still have the unit's values of the last `GatheredParameters`."""
+    def all_have_cached(self, unit: int, *, is_cached: bool) -> bool: ...
 
 
 class PassMember(Protocol):
-    """A unit, as far as its context uses it."""
+    """A unit as far as its context uses it. `unit.Unit` implements it."""
 
-    sharded: list[FlatParam]
+    sharded_params: list[FlatParam]
 
-    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None:
-        """Discard uses that last until the pass ends, and reshard. `reset_calls`: a new forward begins."""
+    def end_uses_of_pass(self, *, reset_calls: bool = False) -> None: ...
 
 
 class UnitContext:
@@ -110,7 +99,7 @@ class UnitContext:
     def __init__(
         self, units: Sequence[PassMember], plan: Plan, in_flight: InFlightCollectives, order: CollectiveOrder
     ) -> None:
-        self.sharded = [unit for unit in units if unit.sharded]
+        self.sharded_units = [unit for unit in units if unit.sharded_params]
         self.plan = plan
         self.in_flight = in_flight
         self.order = order
@@ -156,7 +145,7 @@ class UnitContext:
         was_open = self.order.open
         self.order.begin(forward=forward)
         if not was_open:  # otherwise an earlier forward of this pass still waits for its backward
-            for unit in self.sharded:
+            for unit in self.sharded_units:
                 unit.end_uses_of_pass(reset_calls=forward)
 
     def reshard_after_evaluation(self) -> None:
@@ -167,11 +156,11 @@ class UnitContext:
     def reshard_all(self) -> None:
         """Reshard all units that the user has not gathered."""
         self.forget_cached()
-        for unit in self.sharded:
+        for unit in self.sharded_units:
             unit.end_uses_of_pass()
 
     def forget_cached(self) -> None:
         """Free the unsharded values that `GatheredParameters` has kept for its next use."""
         unit, self.cached = self.cached, None
-        for param in unit.sharded if unit is not None else ():
+        for param in unit.sharded_params if unit is not None else ():
             param.drop_cache()

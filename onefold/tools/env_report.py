@@ -95,7 +95,7 @@ def _devices() -> Section:
             f"{device.name}, {total / GB:.0f} GB ({free / GB:.0f} free), capability {device.major}.{device.minor}, "
             f"{device.multi_processor_count} multiprocessors"
         )
-    return section or {"GPUs": "none that torch can use"}
+    return section or {"GPUs": "none available to torch"}
 
 
 def _interconnect() -> Section:
@@ -143,7 +143,7 @@ def _disks() -> Section:
             usage = shutil.disk_usage(folder)
             section[str(folder)] = f"{usage.free / GB:.1f} GB free of {usage.total / GB:.1f}"
     nvme = [disk.name for disk in _folder("/sys/block") if disk.name.startswith("nvme")]
-    section["NVMe"] = ", ".join(nvme) or "none seen"
+    section["NVMe"] = ", ".join(nvme) or "none found"
     return section
 
 

@@ -106,10 +106,10 @@ class _Range:
         inside, outside = self._own
         member, flat = self.place.member, value.detach().flatten()
         if not local and tuple(value.shape) != member.shape:
-            raise ValueError(f"{member.name} has shape {member.shape}, the value {tuple(value.shape)}")
+            raise ValueError(f"{member.name} has shape {member.shape}, but the value has {tuple(value.shape)}")
         held = inside.stop - inside.start
         if local and flat.numel() != held:
-            raise ValueError(f"{member.name}: this rank holds {held} elements, not {flat.numel()}")
+            raise ValueError(f"{member.name}: this rank stores {held} elements, but the value has {flat.numel()}")
         self.buffer[inside].store(flat if local else flat[outside])
 
 
@@ -120,14 +120,14 @@ def _place(parameter: nn.Parameter) -> _Place | None:
         return None
     owner.state.schedule.check_awake()
     owner.state.step.wait_for_host()
-    param, index = handle.place_of(parameter)
+    param, index = handle.location_of(parameter)
     return _Place(owner, owner.state.step, handle, param, param.layout.members[index]) if param.trainable else None
 
 
 def _trained(parameter: nn.Parameter) -> _Place:
     place = _place(parameter)
     if place is None:
-        raise ValueError("the parameter is not trained by an engine: it has no master, gradient or state to set")
+        raise ValueError("the parameter is not trained by an engine, so it has no master, gradient or state to set")
     return place
 
 
@@ -167,7 +167,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     place = _trained(param)
     flat = place.param
     if flat.stays_unsharded and not place.owner.state.plan.shards_states:
-        raise ValueError(f"{place.member.name} is unsharded on every rank: use safe_set_full_fp32_param")
+        raise ValueError(f"{place.member.name} is unsharded on every rank. Use safe_set_full_fp32_param.")
     if not flat.stays_unsharded:
         place.step.about_to_write()
         place.master().write(value, local=True)
@@ -223,7 +223,7 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
     place = _trained(param)
     range_ = place.gradient()
     if range_ is None:
-        raise ValueError(f"{place.member.name} has no reduced gradient now: set it between backward and step")
+        raise ValueError(f"{place.member.name} has no reduced gradient now. Set it between backward and step.")
     range_.write(value.float() / place.owner.state.gradient_factor, local=local)
     place.param.grad.shard.forget_square_sum()
 
@@ -321,7 +321,7 @@ def _mark(
     wanted = list(wanted)
     found = [module for path, module in model.named_modules() if any(fits(path, module, one) for one in wanted)]
     if not found and strict:
-        raise ValueError(f"no module of {type(model).__name__} answers to {', '.join(map(str, wanted))}")
+        raise ValueError(f"no module of {type(model).__name__} matches {', '.join(map(str, wanted))}")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found

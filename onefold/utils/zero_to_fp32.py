@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,10 +91,10 @@ def load_state_dict_from_zero_checkpoint(
     handles = {name: handle_of(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         handle = handles[name]
-        if handle is not None and not handle.num_acquired and not handle.place_of(parameter)[0].stays_unsharded:
+        if handle is not None and not handle.num_acquired and not handle.location_of(parameter)[0].stays_unsharded:
             raise ExportError(
-                f"{name} rests as shards: give a model that was built without zero.Init and is no engine's of stage 3, "
-                "or load into the engine by engine.load_checkpoint(..., load_module_only=True)"
+                f"{name} is sharded. Pass a model that was built without zero.Init and has no stage 3 "
+                "engine, or load into the engine with engine.load_checkpoint(..., load_module_only=True)."
             )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if not any(handle is not None and handle.num_acquired for handle in handles.values()):
@@ -106,22 +106,26 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line of zero_to_fp32.py."""
+def main(
+    argv: Sequence[str] | None = None, *, prog: str = "zero_to_fp32.py", dtypes: Mapping[str, str] | None = None
+) -> None:
+    """Run the command line of zero_to_fp32.py. `dtypes` adds --dtype, with the names that users type for dtypes."""
     parser = argparse.ArgumentParser(
-        prog="zero_to_fp32.py",
-        description="Write the weights of a checkpoint, whole and in fp32. No GPU is needed, and little memory.",
+        prog=prog,
+        description="Write the unsharded weights of a checkpoint, in fp32. No GPU is needed, and little memory.",
         epilog="example: python zero_to_fp32.py . fp32_weights --tag global_step100. `onefold export` also writes bf16 "
         "and fp16.",
     )
     add = parser.add_argument
     add("checkpoint_dir", help="the folder with `latest` and the tags' folders, or a tag's folder")
     add("output_dir", help="the folder to write to")
+    if dtypes is not None:
+        add("--dtype", required=True, choices=sorted(dtypes), help="the dtype of floating-point weights")
     add("--max_shard_size", default="5GB", help="where to cut into several files: 500MB, 5GB (default), 2GiB")
     add("--safe_serialization", action="store_true", help="safetensors (streamed) instead of pytorch_model.bin")
-    add("-t", "--tag", help="which checkpoint (default: what `latest` names)")
-    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
-    add("-d", "--debug", action="store_true", help="name each tensor, and show where an error came from")
+    add("-t", "--tag", help="tag of the checkpoint (default: the tag in the file `latest`)")
+    add("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
+    add("-d", "--debug", action="store_true", help="list each tensor, and show tracebacks")
     options = parser.parse_args(argv)
 
     def tell(name: str, done: int, total: int) -> None:
@@ -132,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.checkpoint_dir,
             options.output_dir,
             tag=options.tag,
+            dtype="fp32" if dtypes is None else dtypes[options.dtype],
             file_format="safetensors" if options.safe_serialization else "bin",
             max_shard_size=options.max_shard_size,
             exclude_frozen=options.exclude_frozen_parameters,
@@ -140,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (CheckpointError, ExportError, OSError) as error:
         if options.debug:
             raise
-        sys.exit(f"zero_to_fp32.py: {error}")
+        sys.exit(f"{prog}: {error}")
     print(f"{exported.num_tensors} tensors of {exported.checkpoint} in {', '.join(map(str, exported.files))}")
 
 

@@ -805,7 +805,7 @@ def test_a_copy_in_the_background_that_fails_is_told_and_nothing_waits(
         if errors or not (alone and index):
             assert 1 <= len(errors) <= 2, errors
             assert {kind for kind, _ in errors} <= {"SaveError", "MemoryError"}, errors
-            assert "no memory for a copy" in errors[0][1] or "see its error" in errors[0][1]
+            assert "no memory for a copy" in errors[0][1] or "See the error of that rank" in errors[0][1]
         assert [name.partition("/")[0] for name in data] == ["good"]
         assert (latest, same) == ("good", True)
         assert steps >= 3

@@ -61,7 +61,7 @@ def test_damage_in_any_range_of_a_long_tensor_is_told(on_ranks, tmp_path):
     assert len(found) == 3
     for place, told in found:
         for text in told:
-            assert "damaged, the checksum does not fit" in text
+            assert "damaged, the checksum does not match" in text
             # The range that holds the byte, and no other.
             first, last = (int(word) for word in text.split("bytes ")[1].split(":")[0].split(" to "))
             assert first <= place < last

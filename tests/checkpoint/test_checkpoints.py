@@ -730,12 +730,12 @@ def test_another_model_is_refused_with_every_difference(on_ranks: OnRanks, tmp_p
         for line in (
             "missing in the checkpoint: extra.weight [2, 83]",
             "missing in the checkpoint: extra.bias [2]",
-            "another shape: embed.weight is [32, 83] in the model, [31, 83] in the checkpoint",
+            "different shape: embed.weight is [32, 83] in the model, [31, 83] in the checkpoint",
             "not in the model: norm.bias",
         ):
             assert line in text
-        assert text.count("another shape") == 1
-        assert "another shape: embed.weight" in loose
+        assert text.count("different shape") == 1
+        assert "different shape: embed.weight" in loose
         assert "missing" not in loose
         assert changed == []
         assert steps == 1

@@ -355,7 +355,7 @@ def test_wrong_folders_are_refused(checkpoints: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         export(tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "theirs" / "global_step1").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         export(tmp_path / "theirs", tmp_path / "out")
     (tmp_path / "theirs" / "global_step1" / "mp_rank_00_model_states.pt").touch()
     for theirs in (tmp_path / "theirs", tmp_path / "theirs" / "global_step1"):
@@ -453,12 +453,12 @@ def test_the_command_fails_with_a_line(checkpoints: Path, tmp_path: Path, capsys
     spoil(checkpoints, "flipped")
     (tmp_path / "file").touch()
     for arguments, code, message in (
-        ([str(checkpoints), out], 1, "the checksum does not fit"),
+        ([str(checkpoints), out], 1, "the checksum does not match"),
         ([str(checkpoints), str(tmp_path / "file" / "out"), "--tag", "older"], 1, "file"),
-        ([str(checkpoints), out, "--max-shard-size", "0"], 2, "--max-shard-size: a size is"),
-        ([str(tmp_path / "nowhere"), out], 2, "there is no such folder"),
-        ([str(tmp_path / "file"), out], 2, "is not a folder"),
-        ([str(tmp_path), out], 2, "holds no checkpoint"),
+        ([str(checkpoints), out, "--max-shard-size", "0"], 2, "--max-shard-size: '0' is not a size"),
+        ([str(tmp_path / "nowhere"), out], 2, "no such folder"),
+        ([str(tmp_path / "file"), out], 2, "not a folder"),
+        ([str(tmp_path), out], 2, "contains no checkpoint"),
         ([str(checkpoints), str(checkpoints / "newer")], 2, "inside the checkpoint"),
     ):
         assert onefold_command(["export", *arguments]) == code

@@ -181,7 +181,7 @@ def test_reading_refuses_what_it_cannot_fill(tmp_path):
         for out in (torch.empty(3), torch.empty(2, 2), torch.empty(8)[::2], torch.empty(4, device="meta")):
             with pytest.raises(ValueError, match="contiguous 1-d CPU tensor of 4 elements"):
                 weights.read("w", 0, 4, out)
-        with pytest.raises(ValueError, match=r"torch\.float32 is not cast to torch\.int64"):
+        with pytest.raises(ValueError, match=r"torch\.float32 cannot be cast to torch\.int64"):
             weights.read("w", 0, 4, torch.empty(4, dtype=torch.int64))
         with pytest.raises(ValueError, match="no tensor 'v'"):
             weights.entry("v")
@@ -231,14 +231,14 @@ def test_our_cut_is_the_hugging_face_cut(tmp_path):
 def test_a_folder_is_opened_by_what_it_holds(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         SafetensorsReader.open(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
+    with pytest.raises(ValueError, match=r"no \.safetensors file"):
         SafetensorsReader.open(tmp_path)
     export(tmp_path, {"a": torch.ones(1)}, file_name="adapter_model.safetensors")
     assert load(tmp_path).keys() == {"a"}
     export(tmp_path, {"b": torch.ones(1), "c": torch.ones(1)}, file_name="other.safetensors", max_shard_size=4)
     assert load(tmp_path).keys() == {"b", "c"}
     export(tmp_path, {"d": torch.ones(1), "e": torch.ones(1)}, file_name="more.safetensors", max_shard_size=4)
-    with pytest.raises(ValueError, match=r"which of more.*, other.*\?"):
+    with pytest.raises(ValueError, match=r"Name one of more.*, other"):
         SafetensorsReader.open(tmp_path)
     export(tmp_path, {"f": torch.ones(1)})
     assert load(tmp_path).keys() == {"f"}
@@ -308,10 +308,10 @@ HOSTILE = {
     "shape smaller than its bytes": (raw({"w": info(shape=[1])}, bytes(8)), "do not fit torch.float32"),
     "offsets are a number": (raw({"w": info(offsets=8)}, bytes(8)), "tensor 'w': data_offsets must be a list"),
     "three offsets": (raw({"w": info(offsets=[0, 4, 8])}, bytes(8)), "tensor 'w': data_offsets must be a list"),
-    "one offset": (raw({"w": info(offsets=[8])}, bytes(8)), "tensor 'w': data_offsets .* do not lie"),
-    "offsets backwards": (raw({"w": info(offsets=[8, 0])}, bytes(8)), "tensor 'w': data_offsets .* do not lie"),
+    "one offset": (raw({"w": info(offsets=[8])}, bytes(8)), "tensor 'w': data_offsets .* are outside"),
+    "offsets backwards": (raw({"w": info(offsets=[8, 0])}, bytes(8)), "tensor 'w': data_offsets .* are outside"),
     "negative offsets": (raw({"w": info(offsets=[-8, 0])}, bytes(8)), "tensor 'w': data_offsets must be whole"),
-    "offsets after the end": (raw({"w": info(offsets=[0, 8])}, bytes(7)), "tensor 'w': .* truncated"),
+    "offsets after the end": (raw({"w": info(offsets=[0, 8])}, bytes(7)), "tensor 'w': .*truncated"),
     "overlap": (raw({"w": info(), "v": info(offsets=[4, 12])}, bytes(12)), "tensor 'v' begins at 4.* ends at 8"),
     "the same bytes twice": (raw({"w": info(), "v": info()}, bytes(8)), "begins at 0.* ends at 8"),
     "empty tensor inside another": (raw({"w": info(), "v": info(shape=[0], offsets=[4, 4])}, bytes(8)), "'v' begins"),
@@ -376,7 +376,7 @@ def test_a_file_cut_short_after_opening_is_noticed_at_the_read(tmp_path):
         os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 40)
         weights.read("w", 0, 90, torch.empty(90))
         for dtype in (torch.float32, torch.bfloat16):
-            with pytest.raises(ValueError, match="'w' is cut short"):
+            with pytest.raises(ValueError, match="'w' is incomplete"):
                 weights.read("w", 80, 100, torch.empty(20, dtype=dtype))
 
 
@@ -409,14 +409,14 @@ HOSTILE_INDEXES = {
     "a number": (b'{"weight_map": {"a": 7}}', "'a' must be in a .safetensors file in the same folder"),
     "missing file": (
         b'{"weight_map": {"a": "gone.safetensors"}}',
-        "cannot read the file 'gone.safetensors' in the same folder",
+        "the file 'gone.safetensors' in the same folder cannot be read",
     ),
     "a folder": (
         b'{"weight_map": {"a": "folder.safetensors"}}',
-        "cannot read the file 'folder.safetensors' in the same folder",
+        "the file 'folder.safetensors' in the same folder cannot be read",
     ),
-    "surrogate": (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "cannot read the file .* in the same folder"),
-    "missing tensor": (b'{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}', "'b' should be in 'one"),
+    "surrogate": (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "the file .* in the same folder cannot be read"),
+    "missing tensor": (b'{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}', "'b' is not in 'one"),
 }
 
 
@@ -454,7 +454,7 @@ def test_an_error_leaves_the_former_export_untouched(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         stop_half_way(KeyboardInterrupt())
-    with pytest.raises(ValueError, match=r"never written: 'b', 'c'$"):
+    with pytest.raises(ValueError, match=r"not written: 'b', 'c'$"):
         stop_half_way(None)
     assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.iterdir()} == before
 
@@ -552,9 +552,9 @@ def test_writing_refuses_what_does_not_fit(tmp_path):
         for name, tensor, message in (
             ("b", torch.ones(2), "'b' is not among the entries"),
             ("tied", torch.ones(2), "'tied' is tied to 'a'"),
-            ("a", torch.ones(3), r"'a' has shape \(3,\), its entry says \(2,\)"),
+            ("a", torch.ones(3), r"'a' has shape \(3,\), its entry \(2,\)"),
             ("a", torch.ones(1, 2), r"'a' has shape \(1, 2\)"),
-            ("a", torch.ones(2), r"'a': torch\.float32 is not cast to torch\.int64"),
+            ("a", torch.ones(2), r"'a': torch\.float32 cannot be cast to torch\.int64"),
         ):
             with pytest.raises(ValueError, match=message):
                 writer.write(name, tensor)
@@ -572,14 +572,14 @@ def test_writing_refuses_what_does_not_fit(tmp_path):
     [
         ([("a", torch.float32, (1,))] * 2, {}, "'a' is given twice"),
         ([("__metadata__", torch.float32, (1,))], {}, "'__metadata__' is reserved"),
-        ([("a", torch.complex128, (1,))], {}, r"do not hold torch\.complex128"),
+        ([("a", torch.complex128, (1,))], {}, r"does not support torch\.complex128"),
         ([("a", torch.float32, (1,))], {"file_name": "../model.safetensors"}, "plain name"),
         ([("a", torch.float32, (1,))], {"file_name": "model.bin"}, "plain name"),
         ([("a", torch.float32, (1,))], {"aliases": {"b": "c"}}, "alias 'b' of 'c'"),
         ([("a", torch.float32, (1,))], {"aliases": {"a": "a"}}, "alias 'a' of 'a'"),
         ([("a", torch.float32, (1,))], {"aliases": {"format": "a"}}, "alias 'format' of 'a'"),
         ([("a", torch.float32, (1,))], {"metadata": {"step": 3}}, "strings to strings"),
-        ([("a", torch.float32, (1,))], {"max_shard_size": "much"}, "positive number of bytes"),
+        ([("a", torch.float32, (1,))], {"max_shard_size": "much"}, "Give a number of bytes"),
     ],
 )
 def test_a_writer_is_refused_before_it_touches_the_disk(tmp_path, entries, options, message):
@@ -608,7 +608,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5Gb", "5 parsecs", "0", 0, -3, "0.1B", "5GBx", True, "1e9", "٣GB"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(ValueError, match="positive number of bytes"):
+    with pytest.raises(ValueError, match="Give a number of bytes"):
         parse_size(text)
 
 

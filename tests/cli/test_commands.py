@@ -102,12 +102,12 @@ def test_validation_does_not_wait_for_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        (["trian"], "there is no command 'trian'; did you mean train?"),
-        (["ckpt", "lst"], "there is no command 'lst'; did you mean ls?"),
-        (["train", "--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
-        (["train", "--preset", "smal"], "--preset smal; did you mean small?"),
-        (["qqqq"], "there is no command 'qqqq': choose from train, launch"),
-        (["env", "qqqq"], "qqqq: not known here"),
+        (["trian"], "'trian' is not a command. Did you mean train?"),
+        (["ckpt", "lst"], "'lst' is not a command. Did you mean ls?"),
+        (["train", "--stepz", "3"], "--stepz is not an option. Did you mean --steps?"),
+        (["train", "--preset", "smal"], "--preset smal is invalid. Did you mean small?"),
+        (["qqqq"], "'qqqq' is not a command. Choose from train, launch"),
+        (["env", "qqqq"], "qqqq is not an option."),
     ],
 )
 def test_a_misspelt_word_is_one_line_with_what_was_meant(

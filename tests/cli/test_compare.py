@@ -35,8 +35,8 @@ def test_a_setting_is_a_stage_and_what_is_offloaded(text, zero):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4", "expected a stage"),
-        ("3+disk", "'disk' is not known"),
+        ("4", "is not a setting. Give a stage"),
+        ("3+disk", "'disk' is unknown"),
         ("2+cpu+param", "stage 3"),
         ("3+nvme", "--nvme-path"),
     ],
@@ -77,14 +77,14 @@ def test_the_recommendation_is_the_fastest_and_within_the_noise_the_smallest():
     said = recommend([*close, trial("3", 1.5, 100, rounds=(1.5, 1.45, 1.6)), lost])
     assert said.startswith("Use 2: 1.020 s/step")
     assert "The speeds of 0, 2 do not differ beyond the noise; 2 takes the least memory" in said
-    assert "3 takes 0.2 kB less and 1.47 times as long" in said
+    assert "use 3: 0.2 kB less, 1.47 times the step time" in said
     apart = recommend([trial("0", 1.0, 400, rounds=(1.0, 1.01)), trial("2", 1.1, 300, rounds=(1.02, 1.1))])
     assert apart.startswith("Use 0: 1.005 s/step")
     assert "noise" not in apart
     assert "Out of memory: 1" in said
-    assert "same loss" in said
+    assert "last losses are equal" in said
     assert "differ" in recommend([trial("0", 1.0, 400), trial("2", 1.0, 300, loss=2.0)])
-    assert recommend([trial("0", 0, 0, "failed")]) == "No setting ran: 0 ended with failed (it said so)"
+    assert recommend([trial("0", 0, 0, "failed")]) == "No setting completed. 0: failed (it said so)"
 
 
 def test_knobs_are_those_that_a_setting_reads_and_that_make_a_difference():
@@ -150,4 +150,4 @@ def test_settings_are_run_beside_each_other(tmp_path, capsys):
     assert (out / "1-batch4" / "run.jsonl").exists()
     assert (out / "3+cpu+param-batch4-round2" / "run.jsonl").exists()
     assert one["step_seconds_spread"][0] <= one["step_seconds"] <= one["step_seconds_spread"][1]
-    assert "same loss" in facts["recommendation"]
+    assert "last losses are equal" in facts["recommendation"]

@@ -176,7 +176,7 @@ def test_a_port_in_use_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixt
             taken.listen()
             port = taken.getsockname()[1]
             assert main(["launch", "--nproc", "2", "--master_port", str(port), path]) == 2
-        said = f"onefold: --master_port {port}: in use on this node; leave --master_port out to take a free one\n"
+        said = f"onefold: --master_port {port} is in use on this node. Leave --master_port out to use a free one.\n"
         assert capsys.readouterr().err == said
 
 
@@ -263,7 +263,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     code, _, stderr = launch("--nproc", "2", path)
     assert code == 128 + signal.SIGKILL
     line = stderr.partition("\n")[2]
-    assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: SIGKILL \(perhaps .* memory\)\n", line)
+    assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: SIGKILL \(the node .* memory\)\n", line)
 
 
 @pytest.mark.parametrize(("earlier", "first"), [(0.5, 1), (2.0, 0)])

@@ -16,42 +16,46 @@ from torch import nn
 
 import onefold
 from onefold.comm import main_thread, mesh
-from onefold.comm.rank_activity import CurrentWait, PassProgress, PassTracker, RankActivity
+from onefold.comm.guard import Guard, PassProgress, RankActivity, Wait
 
 # -- what is published -------------------------------------------------------------------------------------------
 
 
 def test_a_request_counts_in_its_own_pass_only():
     """The detector may read a request of one pass and deliver it when the next has begun."""
-    passes = PassTracker()
+    passes = Guard()
     passes.begin_pass()
     read_before = passes.progress.pass_number
     passes.begin_pass()
     passes.deliver_request(read_before)
-    assert not passes.has_open_request
+    assert not passes.divergence_requested
     passes.deliver_request(passes.progress.pass_number)
-    assert passes.has_open_request
+    assert passes.divergence_requested
     passes.answer_request()
-    assert not passes.has_open_request
+    assert not passes.divergence_requested
     assert passes.saw_request(passes.progress.pass_number)  # other ranks may still count on that
     passes.begin_pass()
-    assert not passes.has_open_request
+    assert not passes.divergence_requested
 
 
 def test_a_pass_begins_without_launches_of_the_last():
-    passes = PassTracker()
+    passes = Guard()
     passes.number_passes_from(1000)
-    passes.publish_launches(7)
+    passes.record_launches(7)
     taken = passes.progress
     passes.begin_pass()
     assert (taken, passes.progress) == (PassProgress(1000, 7), PassProgress(1001, 0))
 
 
+def wait(what: str, *, launches: bool = False) -> Wait:
+    return Wait(SimpleNamespace(), what, launches=launches)
+
+
 def test_the_innermost_wait_is_published():
-    activity, outer, inner = RankActivity(), CurrentWait("the step"), CurrentWait("gather of 0")
+    activity, outer, inner = RankActivity(), wait("the step"), wait("gather of 0", launches=True)
     assert activity.snapshot().wait is None
-    activity.begin_wait(outer, launches=False)
-    activity.begin_wait(inner, launches=True)
+    activity.begin_wait(outer)
+    activity.begin_wait(inner)
     now = activity.snapshot()
     assert now.wait is inner
     assert (now.num_waits, now.num_launched, now.last_launch) == (2, 1, "gather of 0")
@@ -63,9 +67,9 @@ def test_the_innermost_wait_is_published():
 
 def test_a_wait_that_has_ended_does_not_come_back():
     """Waits of two threads overlap: the first to begin ends first."""
-    activity, first, second = RankActivity(), CurrentWait("a"), CurrentWait("b")
-    activity.begin_wait(first, launches=False)
-    activity.begin_wait(second, launches=False)
+    activity, first, second = RankActivity(), wait("a"), wait("b")
+    activity.begin_wait(first)
+    activity.begin_wait(second)
     activity.end_wait(first)
     activity.end_wait(second)
     assert activity.snapshot().wait is None

@@ -170,7 +170,7 @@ def with_other_keys() -> list[str]:
 
 def test_what_does_not_go_together_is_named(on_ranks):
     for told in on_ranks(4, with_other_keys):
-        assert "mics_shard_size = 3 does not divide the 4 ranks of this job; these do: 1, 2, 4" in told[0]
+        assert "mics_shard_size = 3 does not divide the 4 ranks of this job. Use one of 1, 2, 4" in told[0]
         assert "stage 0" in told[1]
         assert "leave out zero_hpz_partition_size" in told[2]
         assert "leave out zero_quantized_gradients" in told[3]

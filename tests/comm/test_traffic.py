@@ -15,7 +15,7 @@ from onefold.comm.agreement import ROW
 
 def traffic(stage: int, dtype: str, accumulation: int, **more: Any) -> dict[str, Any]:
     engine = start(net(), config(stage, gradient_accumulation_steps=accumulation, **precision(dtype), **more))
-    elements = sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained)
+    elements = sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained_params)
     data = batches(2 * accumulation)
     for x, y in data[:accumulation]:  # the first step also agrees on the order
         engine.backward(engine(x, y))

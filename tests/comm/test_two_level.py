@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import Trace, config, first_difference, more, net, precision, start, train
 
-from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, make_collective, mesh, reduce_chunks
+from onefold.comm import AllGatherOp, Ledger, Reduction, data_group, make_collective, mesh, tree
 from onefold.comm.nodes import Nodes
 from onefold.comm.tree import add_branches, add_tree, branches_of
 from onefold.config import ConfigError, check_topology, load_config
@@ -85,7 +85,7 @@ def moved(
     group, ledger = replace(data_group(1), nodes=Nodes(sizes)), Ledger()
     collective = make_collective(kind, group, ledger, CPU, node_sums=node_sums)
     assert type(collective).__name__ == ("TwoLevel" if kind == "auto" and 1 < len(sizes) < group.size else "Exchange")
-    reduce_chunks.INBOX_BYTES, before = inbox, reduce_chunks.INBOX_BYTES
+    tree.INBOX_BYTES, before = inbox, tree.INBOX_BYTES
     generator = torch.Generator().manual_seed(group.rank)
     found, pending = [], []
     try:
@@ -107,7 +107,7 @@ def moved(
         for each in pending:
             each.finish()
     finally:
-        reduce_chunks.INBOX_BYTES = before
+        tree.INBOX_BYTES = before
     rows = {(row.operation, row.group): row.bytes for row in ledger.rows() if row.bytes}
     return [*(each.clone() for each in found), *lines], rows
 

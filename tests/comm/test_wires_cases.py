@@ -92,7 +92,7 @@ def masters_of(engine: Any) -> Weights:
 
 def own_masters(engine: Any) -> list[torch.Tensor]:
     """This rank's part of what is trained."""
-    runs = [run for unit in engine.state.schedule.units for run in unit.trained]
+    runs = [run for unit in engine.state.schedule.units for run in unit.trained_params]
     return [run.store.master.tensor.clone() for run in runs]
 
 
@@ -579,7 +579,9 @@ def frozen_base(names: list[str]) -> dict[str, Any]:
         losses += [step(engine, x, y) for x, y in batches(1, seed=4)]
         rows = engine.ledger.since(before).rows()
         sent = {row.group: row.bytes for row in rows if row.operation == "gather"}
-        totals = [(run.layout.total, run.trainable) for unit in engine.state.schedule.units for run in unit.sharded]
+        totals = [
+            (run.layout.total, run.trainable) for unit in engine.state.schedule.units for run in unit.sharded_params
+        ]
         same = all(torch.equal(a, b) for a, b in zip(resting, frozen_shards(engine), strict=True))
         before = engine.ledger.copy()
         losses.append(evaluate(engine))
@@ -913,7 +915,7 @@ def staged(names: list[str], stage: int, accumulation: int) -> dict[str, Any]:
             small(), wired(name, stage=stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.3)
         )
         trace = train(engine, 3 * accumulation)
-        totals = [run.layout.total for unit in engine.state.schedule.units for run in unit.trained]
+        totals = [run.layout.total for unit in engine.state.schedule.units for run in unit.trained_params]
         before = engine.ledger.copy()
         for x, y in batches(accumulation, seed=8):
             step(engine, x, y)
@@ -1018,7 +1020,7 @@ def described(name: str, dtype: str, accumulation: int) -> dict[str, Any]:
         if engine.is_gradient_accumulation_boundary():
             held.append(engine.model_memory.held_bytes())
         engine.step()
-    runs = [run for unit in engine.state.schedule.units for run in unit.sharded]
+    runs = [run for unit in engine.state.schedule.units for run in unit.sharded_params]
     found = {
         "text": engine.describe(),
         "held": held,

@@ -15,16 +15,11 @@ import pytest
 import torch
 
 import onefold
-from onefold.compat import not_offered
+from onefold.compat import deepspeed_names, finder
 
 pytestmark = pytest.mark.program
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "onefold/compat/deepspeed"
-MODULES = sorted(
-    ".".join(["deepspeed", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
-    for path in PACKAGE.rglob("*.py")
-)
 
 
 @pytest.fixture(scope="session")
@@ -121,10 +116,12 @@ def test_registering_refuses_after_a_library_that_has_asked():
 
 def test_every_module_and_name_can_be_had(installed):
     """Each name that a module lists is really there, and so is each that stands for something not offered."""
-    wanted = {module: [] for module in MODULES}
-    for table in ({module: names for module, (_, names) in not_offered.TABLE.items()}, not_offered.ELSEWHERE):
-        for module, names in table.items():
-            wanted[f"deepspeed.{module}"] = [*wanted.get(f"deepspeed.{module}", []), *names]
+    wanted = {f"deepspeed.{path}".removesuffix("."): [] for path in sorted(finder.PATHS)}
+    for path, (_, names) in finder.NOT_OFFERED.items():
+        wanted[f"deepspeed.{path}"] += names
+    for path, sources in deepspeed_names.NAMES.items():
+        listed = [name.partition("=")[0] for names in sources.values() for name in names.split()]
+        wanted[f"deepspeed.{path}".removesuffix(".")] += listed
     check(
         f"""
         import importlib
@@ -132,6 +129,33 @@ def test_every_module_and_name_can_be_had(installed):
             found = importlib.import_module(module)
             for name in [*names, *dir(found)]:
                 assert getattr(found, name, None) is not None or name.startswith("_") or name == "mpu", (module, name)
+        """,
+        installed,
+    )
+
+
+def test_one_path_at_most_adds_names_to_a_module():
+    """Two would replace each other's: the names are served by the module's `__getattr__`."""
+    extended = [finder.MODULES[path] for path in deepspeed_names.NAMES if path in finder.MODULES]
+    assert len(extended) == len(set(extended))
+
+
+def test_modules_of_the_table_behave_as_files_would(installed):
+    check(
+        """
+        import importlib, inspect, pickle
+        import deepspeed, deepspeed.runtime.engine
+        from deepspeed.comm import *
+        from deepspeed.runtime.constants import *
+        assert all_reduce and init_distributed and TRAIN_BATCH_SIZE == "train_batch_size"
+        assert deepspeed.runtime.engine.__spec__.name == deepspeed.runtime.engine.__name__
+        for name in ("utils", "runtime.zero", "runtime.engine", "moe.layer"):
+            assert inspect.getfile(importlib.import_module(f"deepspeed.{name}")).endswith(".py")
+        for found in (deepspeed.zero.Init, deepspeed.ops.adam.FusedAdam, deepspeed.utils.safe_get_full_grad):
+            assert pickle.loads(pickle.dumps(found)) is found and inspect.getsource(found)
+        config = deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stage=3)
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert importlib.reload(deepspeed.utils).logger is deepspeed.utils.logging.logger
         """,
         installed,
     )
@@ -178,7 +202,6 @@ def test_looking_at_what_is_not_offered_is_harmless():
     import unittest.mock
 
     from onefold.compat.deepspeed.elasticity import ElasticityError, compute_elastic_config
-
     from onefold.compat.deepspeed.moe import layer
 
     assert not hasattr(layer.MoE, "forward")
@@ -362,9 +385,8 @@ def test_zero_config_refuses_what_deepspeed_refuses(given):
 
 
 def test_a_config_model_of_somebody_elses():
-    from pydantic import Field
-
     from onefold.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel, get_config_default
+    from pydantic import Field
 
     class Mine(DeepSpeedConfigModel):
         new: int = 3
@@ -398,10 +420,11 @@ def test_deepspeed_config_is_read_and_solved(tmp_path):
 
 
 def answers() -> dict[str, Any]:
-    from onefold.compat import deepspeed
     from onefold.compat.deepspeed.runtime.engine import _KEYS
     from onefold.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from onefold.compat import deepspeed
 
     config = {
         "train_batch_size": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
@@ -496,12 +519,12 @@ def openrlhf(stage: int, folder: str) -> dict[str, Any]:
     import gc
     import logging
 
-    from onefold.compat.deepspeed.module_inject.layers import GatherReplacedLayerParams
-
-    from onefold.compat import deepspeed
     from onefold.compat.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+    from onefold.compat.deepspeed.module_inject.layers import GatherReplacedLayerParams
     from onefold.compat.deepspeed.runtime.engine import autocast_if_enabled
     from onefold.compat.deepspeed.utils import logging as their_logging
+
+    from onefold.compat import deepspeed
 
     their_logging.warning_once.cache_clear()  # a rank of the pool may have trained before
     their_logging.logger.setLevel("WARNING")
@@ -760,9 +783,10 @@ def handed_in(model: torch.nn.Module) -> dict[str, Any]:
 
 def wrapped(stage: int) -> dict[str, Any]:
     """Train two steps with each kind of optimizer and describe what `deepspeed.initialize` has returned."""
-    from onefold.compat import deepspeed
     from onefold.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from onefold.compat import deepspeed
 
     found = {}
     config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}, "log_level": "error"}
@@ -846,8 +870,8 @@ def test_the_launcher_starts_ranks_with_their_number_and_the_environment_file(tm
     [
         (["--autotuning", "run", "x.py"], "`onefold tune` does"),
         (["--launcher", "openmpi", "x.py"], "reached by ssh"),
-        (["--hostfile", "nothing", "x.py"], "there is no such file"),
-        (["x.py"], "there is no such script"),
+        (["--hostfile", "nothing", "x.py"], "no such file"),
+        (["x.py"], "no such script"),
     ],
 )
 def test_the_launcher_names_what_it_cannot_do(tmp_path, arguments, text):

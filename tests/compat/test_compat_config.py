@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
-
 from onefold.compat.deepspeed.comm import comm
 from onefold.compat.deepspeed.launcher import runner
 from onefold.compat.deepspeed.ops import op_builder
@@ -23,6 +21,7 @@ from onefold.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from onefold.compat.deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from onefold.compat.deepspeed.utils import bwc, debug, numa, timer
 from onefold.compat.deepspeed.utils.torch import required_torch_version
+from pydantic import ValidationError
 
 # -- config objects ----------------------------------------------------------------------------------------------------
 
@@ -125,11 +124,12 @@ def test_a_loss_scale_by_deepspeeds_names():
 
 
 def kinds_of_optimizers(stage: int, precision: str, section: dict[str, Any]) -> set[str]:
-    from onefold.compat import deepspeed
     from onefold.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from onefold.compat.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from onefold.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from onefold.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    from onefold.compat import deepspeed
 
     config = {
         "train_batch_size": 1, precision: {"enabled": True}, "optimizer": section,

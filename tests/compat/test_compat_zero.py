@@ -15,11 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batches, config, net, rank, start
-from test_offload_cases import host_held
-from torch import nn
-
-from onefold.compat import deepspeed
-from onefold.compat.deepspeed import utils
 from onefold.compat.deepspeed.accelerator import get_accelerator
 from onefold.compat.deepspeed.checkpoint import ds_to_universal
 from onefold.compat.deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
@@ -31,6 +26,11 @@ from onefold.compat.deepspeed.runtime.zero.stage_1_and_2 import split_half_float
 from onefold.compat.deepspeed.runtime.zero.tiling import TiledLinear
 from onefold.compat.deepspeed.utils.torch import required_torch_version
 from onefold.compat.deepspeed.utils.zero_to_fp32 import to_torch_tensor
+from test_offload_cases import host_held
+from torch import nn
+
+from onefold.compat import deepspeed
+from onefold.compat.deepspeed import utils
 from onefold.utils import safe_get_full_fp32_param, safe_get_local_fp32_param, safe_set_local_fp32_param
 
 # -- without ranks -----------------------------------------------------------------------------------------------------

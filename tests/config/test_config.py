@@ -5,13 +5,17 @@ import dataclasses
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "tools"))  # the generator is not installed
+
+from config_page import document
+
 from onefold.config import Batch, Config, ConfigError, check_built, load_config, solve_batch
-from onefold.config.document import document
 from onefold.config.keys import entries, walk
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +120,7 @@ def test_every_default_written_out_loads_and_refuses_nothing() -> None:
     config = load_config(written(Config))
     assert config.refusals == ()
     # What only some stages or NVMe read is said even at its default; nothing else is.
-    assert all("only stage" in line or line.startswith("aio") for line in config.notices), config.notices
+    assert all("below stage" in line or line.startswith("aio") for line in config.notices), config.notices
 
 
 def test_config_is_frozen_and_passes_through() -> None:
@@ -225,7 +229,7 @@ def test_a_dotted_path_is_its_key() -> None:
     ],
 )
 def test_two_spellings_that_disagree_are_an_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"one key.*keep one"):
+    with pytest.raises(ConfigError, match=r"one key.*Keep one"):
         load_config(given)
 
 
@@ -234,9 +238,9 @@ def test_a_section_counts_more_than_a_dotted_key_beside_it() -> None:
     key = "zero_optimization.stage3_param_persistence_threshold"
     config = load_config({key: 320, **zero(stage=3, stage3_param_persistence_threshold=0)})
     assert config.zero_optimization.stage3_param_persistence_threshold == 0
-    assert f'"{key}" = 320: the section says 0, which counts' in config.notices
+    assert f'"{key}" = 320: the section has 0, which is used' in config.notices
     assert load_config({key: 320}).zero_optimization.stage3_param_persistence_threshold == 320
-    assert not any("which counts" in line for line in load_config({key: 0, **zero(stage=3)}).notices)
+    assert not any("which is used" in line for line in load_config({key: 0, **zero(stage=3)}).notices)
 
 
 @pytest.mark.parametrize("name", ["stage3_prefetch_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters"])
@@ -244,7 +248,7 @@ def test_a_fraction_of_an_element_is_cut_off(name: str) -> None:
     """TRL and accelerate compute some sizes as 0.9 of a square."""
     config = load_config(zero(stage=3, **{name: 921.6}))
     assert getattr(config.zero_optimization, name) == 921
-    assert f"zero_optimization.{name} = 921.6: read as 921, a number of elements" in config.notices
+    assert f"zero_optimization.{name} = 921.6: read as 921 elements" in config.notices
     assert not any("read as" in line for line in load_config(zero(stage=3, **{name: 921.0})).notices)
 
 
@@ -319,7 +323,7 @@ def test_an_unknown_key_like_no_other_lists_what_is_known() -> None:
         ConfigError, match=r"data_types\.qqqq: .*known there: grad_accum_dtype, param_dtype, buffer_dtype"
     ):
         load_config({"data_types": {"qqqq": 1}})
-    with pytest.raises(ConfigError, match="none like it"):
+    with pytest.raises(ConfigError, match="the nearest is"):
         load_config({"qqqq": 1})
 
 
@@ -501,23 +505,23 @@ def test_optimizer_params_are_numbers_even_from_yaml_strings() -> None:
             "torch_autocast.dtype = fp16, but the parameters are bf16",
         ),
         ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
-        ({"data_types": {"param_dtype": "bf16"}}, "set bf16.enabled to true"),
-        ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "leave out data_types.param_dtype"),
+        ({"data_types": {"param_dtype": "bf16"}}, "Set bf16.enabled to true"),
+        ({"data_types": {"param_dtype": "fp32"}, "fp16": {"enabled": True}}, "Leave out data_types.param_dtype"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}, **zero(stage=2)}, "bf16_master_weights_and_grads"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "stage 1, 2 or 3"),
-        (zero(stage=3, offload_param={"device": "nvme"}), "add zero_optimization.offload_param.nvme_path"),
+        (zero(stage=3, offload_param={"device": "nvme"}), "Set zero_optimization.offload_param.nvme_path"),
         (
             zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": []}),
-            "add zero_optimization.offload_optimizer.nvme_path",
+            "Set zero_optimization.offload_optimizer.nvme_path",
         ),
-        (zero(offload_optimizer={"device": "cpu"}), "offload_optimizer needs stage 1, 2 or 3 (stage is 0); set"),
+        (zero(offload_optimizer={"device": "cpu"}), "offload_optimizer needs stage 1, 2 or 3 (stage is 0). Set"),
         (zero(stage=0, cpu_offload=True), "offload_optimizer needs stage 1, 2 or 3"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type is missing"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
         (
             zero(stage=2, cpu_offload=True, offload_optimizer={"device": "cpu"}),
-            "keep zero_optimization.offload_optimizer",
+            "Keep zero_optimization.offload_optimizer",
         ),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
@@ -626,29 +630,35 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         (zero(stage=2, cpu_offload=True), "zero_optimization.cpu_offload"),
         (
             {"communication_data_type": "fp32", **zero(stage=3, zero_quantized_gradients=True)},
-            "communication_data_type: with zero_optimization.zero_quantized_gradients",
+            "communication_data_type: it has no effect with zero_optimization.zero_quantized_gradients",
         ),
-        (zero(zero_quantized_weights=True, stage=2), "zero_optimization.zero_quantized_weights = true: only stage 3"),
-        (zero(zeropp_loco_param={"err_beta": 0.5}), "zero_optimization.zeropp_loco_param: nothing reads it without"),
+        (
+            zero(zero_quantized_weights=True, stage=2),
+            "zero_optimization.zero_quantized_weights = true: it has no effect below stage 3",
+        ),
+        (zero(zeropp_loco_param={"err_beta": 0.5}), "zero_optimization.zeropp_loco_param: it has no effect without"),
         (zero(stage=2, stage3_max_live_parameters=1e9), "zero_optimization.stage3_max_live_parameters"),
         (zero(stage=2, stage3_gather_16bit_weights_on_model_save=True), "zero_optimization.stage3_gather"),
         (zero(stage=2, leaf_module={"classes": ["Expert"]}), "zero_optimization.leaf_module.classes"),
         (
             zero(stage=2, offload_param={"device": "cpu"}),
-            'zero_optimization.offload_param.device = "cpu": only stage 3',
+            'zero_optimization.offload_param.device = "cpu": it has no effect below stage 3',
         ),
         (
             zero(stage=3, offload_param={"device": "cpu"}),
-            "zero_optimization.offload_param: shards are cast from masters",
+            "zero_optimization.offload_param: shards are cast from master weights",
         ),
         (
             {"onefold": {"device_memory": 4}},
-            'onefold.device_memory: only zero_optimization.offload_optimizer.ratio "auto"',
+            'onefold.device_memory: it has no effect unless zero_optimization.offload_optimizer.ratio is "auto"',
         ),
-        (zero(stage=2, offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio = 0.5: nothing"),
+        (
+            zero(stage=2, offload_optimizer={"ratio": 0.5}),
+            "zero_optimization.offload_optimizer.ratio = 0.5: it has no effect",
+        ),
         (
             zero(offload_optimizer={"ratio": "auto"}),
-            'zero_optimization.offload_optimizer.ratio = "auto": nothing reads',
+            'zero_optimization.offload_optimizer.ratio = "auto": it has no effect',
         ),
         (zero(stage=2, offload_optimizer={"buffer_size": 5}), "zero_optimization.offload_optimizer.buffer_size"),
         (zero(stage=2, offload_optimizer={"pipeline_read": True}), "zero_optimization.offload_optimizer.pipeline_read"),
@@ -656,20 +666,23 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
         (zero(stage=2, offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_off"),
         (zero(stage=2, offload_optimizer={"max_in_cpu": 1e9}), "zero_optimization.offload_optimizer.max_in_cpu"),
         (zero(offload_optimizer={"nvme_path": "/nvme"}), "zero_optimization.offload_optimizer.nvme_path"),
-        (zero(offload_param={"nvme_path": ["/nvme"]}), "zero_optimization.offload_param.nvme_path: only device nvme"),
-        ({"onefold": {"delayed_host_step": True}}, "onefold.delayed_host_step: nothing reads it without zero_optim"),
+        (
+            zero(offload_param={"nvme_path": ["/nvme"]}),
+            "zero_optimization.offload_param.nvme_path: it has no effect unless",
+        ),
+        ({"onefold": {"delayed_host_step": True}}, "onefold.delayed_host_step: it has no effect without zero_optim"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
-        ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.enabled"),
-        ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp16.loss_scale = 128.0: nothing reads it without fp16.en"),
-        ({"fp16": {"enabled": "auto", "hysteresis": 3}}, "fp16.hysteresis = 3: nothing reads it without fp16.enabled"),
+        ({"fp16": {"loss_scale": 128}}, "fp16.loss_scale = 128.0: it has no effect without fp16.enabled"),
+        ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp16.loss_scale = 128.0: it has no effect without fp16.en"),
+        ({"fp16": {"enabled": "auto", "hysteresis": 3}}, "fp16.hysteresis = 3: it has no effect without fp16.enabled"),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"hysteresis": 3}},
-            "fp16.hysteresis = 3: nothing reads it without fp16.enabled",
+            "fp16.hysteresis = 3: it has no effect without fp16.enabled",
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"auto_cast": True}},
-            "fp16.auto_cast = true: nothing reads it without fp16.enabled",
+            "fp16.auto_cast = true: it has no effect without fp16.enabled",
         ),
         (
             {"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}},
@@ -679,54 +692,66 @@ def test_asking_for_nothing_says_nothing(given: dict[str, Any]) -> None:
             {"fp16": {"enabled": True, "loss_scale": 8, "min_loss_scale": 2}},
             "fp16.min_loss_scale: it has no effect with a fixed",
         ),
-        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: it is off"),
-        ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: it is off"),
-        ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: it is off"),
-        ({"tensorboard": {"enabled": False, "output_path": "logs"}}, 'tensorboard.output_path = "logs": nothing'),
-        ({"checkpoint": {"keep_every": 10}}, "checkpoint.keep_every = 10: nothing reads it without checkpoint.keep_l"),
+        ({"amp": {"enabled": False, "opt_level": "O1"}}, "amp: the feature is off"),
+        ({"compression_training": {"a": {"enabled": False, "bits": 8}}}, "compression_training: the feature is off"),
+        ({"tensor_parallel": {"autotp_size": 1, "tp_grain_size": 8}}, "tensor_parallel: the feature is off"),
+        (
+            {"tensorboard": {"enabled": False, "output_path": "logs"}},
+            'tensorboard.output_path = "logs": it has no effect',
+        ),
+        ({"checkpoint": {"keep_every": 10}}, "checkpoint.keep_every = 10: it has no effect without checkpoint.keep_l"),
         (
             zero(stage=2, offload_optimizer={"device": "none", "ratio": 0.5}),
-            "zero_optimization.offload_optimizer.ratio = 0.5: nothing reads it without zero_optimization.offload_"
+            "zero_optimization.offload_optimizer.ratio = 0.5: it has no effect without zero_optimization.offload_"
             'optimizer.device (it is "none")',
         ),
         (
             zero(stage=2, offload_optimizer={"device": "none", "pin_memory": False}),
-            "zero_optimization.offload_optimizer.pin_memory = false: nothing reads it",
+            "zero_optimization.offload_optimizer.pin_memory = false: it has no effect",
         ),
         (
             zero(stage=2, offload_optimizer={"device": "cpu", "buffer_count": 7}),
-            "zero_optimization.offload_optimizer.buffer_count = 7: nothing reads it without zero_optimization.offload_"
+            "zero_optimization.offload_optimizer.buffer_count = 7: it has no effect without zero_optimization.offload_"
             "optimizer.device = nvme",
         ),
         (
             zero(stage=2, offload_param={"pin_memory": False}),
-            "zero_optimization.offload_param.pin_memory = false: only",
+            "zero_optimization.offload_param.pin_memory = false: it has no effect",
         ),
         (
             zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 5}),
-            "zero_optimization.offload_param.max_in_cpu = 5: nothing reads it without",
+            "zero_optimization.offload_param.max_in_cpu = 5: it has no effect without",
         ),
         (
             zero(stage=2, offload_optimizer={"device": "nvme", "nvme_path": "/a", "ratio": "auto", "max_in_cpu": 5}),
-            "zero_optimization.offload_optimizer.max_in_cpu: with ratio",
+            "zero_optimization.offload_optimizer.max_in_cpu: it has no effect with ratio",
         ),
         (
             zero(stage=2, offload_param={"device": "nvme", "nvme_path": "/a", "buffer_count": 7}),
-            "zero_optimization.offload_param.buffer_count = 7: only stage 3 reads it",
+            "zero_optimization.offload_param.buffer_count = 7: it has no effect below stage 3",
         ),
         (zero(stage=3, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: states are sharded over all ranks"),
         (zero(stage=2, mics_shard_size=0), "zero_optimization.mics_shard_size = 0: states are sharded over all ranks"),
         (
             zero(stage=3, overlap_comm=False, stage3_prefetch_bucket_size=5),
-            "zero_optimization.stage3_prefetch_bucket_size: nothing is gathered ahead",
+            "zero_optimization.stage3_prefetch_bucket_size: it has no effect if overlap_comm",
         ),
-        (zero(stage=0, allgather_bucket_size=5), "zero_optimization.allgather_bucket_size = 5: only stages 1 to 3"),
-        ({"zero_allow_untested_optimizer": True}, "zero_allow_untested_optimizer = true: only stages 1 to 3"),
+        (
+            zero(stage=0, allgather_bucket_size=5),
+            "zero_optimization.allgather_bucket_size = 5: it has no effect below stage 1",
+        ),
+        (
+            {"zero_allow_untested_optimizer": True},
+            "zero_allow_untested_optimizer = true: it has no effect below stage 1",
+        ),
         (
             {"prescale_gradients": True, "gradient_predivide_factor": 2},
-            "gradient_predivide_factor: prescale_gradients divides",
+            "gradient_predivide_factor: it has no effect with prescale_gradients",
         ),
-        ({"gradient_allreduce_op": "sum", "prescale_gradients": True}, "prescale_gradients: gradient_allreduce_op sum"),
+        (
+            {"gradient_allreduce_op": "sum", "prescale_gradients": True},
+            "prescale_gradients: it has no effect with gradient_allreduce_op sum",
+        ),
         (
             {"optimizer": {"type": "AdamW", "params": {"fused": True}}},
             "optimizer.params.fused = true: onefold uses one fused kernel",
@@ -927,12 +952,12 @@ def test_comments_commas_and_numbers(tmp_path: Path) -> None:
     [
         ("a.json", '{"zero_optimization": {"stage": 1, "stage": 2}}', "zero_optimization.stage is given twice"),
         ("a.json", '// hello\n{\n  "stage" 1\n}', "line 3, column 11: Expecting ':' delimiter\n      \"stage\" 1"),
-        ("a.json", "[1]", "a config is an object"),
+        ("a.json", "[1]", "expected an object"),
         ("a.json", "", "line 1, column 1"),
         ("a.json", '{"a": 1_000 2}', "column 13"),
         ("a.yaml", "zero_optimization:\n  stage: 1\n  stage: 2\n", "line 3, column 3: the key 'stage' is given twice"),
         ("a.yaml", "a: [1, 2\n", "line 2"),
-        ("a.yaml", "just words", "a config is an object"),
+        ("a.yaml", "just words", "expected an object"),
         ("a.json", '{"a":' * 100_000 + "1" + "}" * 100_000, "nested more than 50 levels deep"),
         ("a.json", '{"a":' * 60 + "1" + "}" * 60, "nested more than 50 levels deep"),
         ("a.json", "[" * 100_000 + "]" * 100_000, "nested more than 50 levels deep"),
@@ -979,18 +1004,18 @@ def test_a_dict_that_is_too_deep_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"a": deep}
-    with pytest.raises(ConfigError, match="this config: nested more than 50 levels deep"):
+    with pytest.raises(ConfigError, match="this config: not a config, because it has more than 50 levels"):
         load_config({"amp": deep})
     circle: dict[str, Any] = {}
     circle["amp"] = circle
-    with pytest.raises(ConfigError, match="nested more than 50 levels deep"):
+    with pytest.raises(ConfigError, match="more than 50 levels"):
         load_config(circle)
 
 
 def test_sources_that_are_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.json: cannot read the config \(No such file"):
+    with pytest.raises(ConfigError, match=r"missing\.json: the config cannot be read \(No such file"):
         load_config(tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="cannot read the config"):
+    with pytest.raises(ConfigError, match="config cannot be read"):
         load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"json\.loads"):
         load_config('{"train_batch_size": 1}')
@@ -1048,9 +1073,9 @@ def test_accelerate_keys_become_deepspeed_keys() -> None:
     assert config.fp16.auto_cast
     assert config.raw["zero_optimization"]["stage"] == 3
     assert config.notices == (
-        "deepspeed_config.zero3_init_flag = true: the script that builds the model reads it",
+        "deepspeed_config.zero3_init_flag = true: only the script that builds the model reads it",
         "deepspeed_config.deepspeed_multinode_launcher, num_processes, num_machines: "
-        "the launcher reads what starts processes; a config does not",
+        "these keys are for the launcher, and have no effect in a config",
     )
 
 
@@ -1060,7 +1085,7 @@ def test_accelerate_keys_become_deepspeed_keys() -> None:
         (accelerate(zero_stge=2), "deepspeed_config.zero_stge: .* did you mean deepspeed_config.zero_stage"),
         ({**accelerate(), "num_process": 2}, "did you mean num_processes"),
         ({**accelerate(), "mixed_precision": "int4"}, "expected no, fp16 or bf16"),
-        ({**accelerate(gradient_accumulation_steps=4), "gradient_accumulation_steps": 8}, "keep one of them"),
+        ({**accelerate(gradient_accumulation_steps=4), "gradient_accumulation_steps": 8}, "Keep one of them"),
         ({**accelerate(), "deepspeed_config": 3}, "expected an object"),
         (accelerate(deepspeed_moe_layer_cls_names=3), "deepspeed_moe_layer_cls_names = 3: expected a list of strings"),
         (accelerate(zero3_init_flag="maybe"), "deepspeed_config.zero3_init_flag = 'maybe': expected true or false"),
@@ -1141,18 +1166,18 @@ def test_one_alone_goes_with_an_accumulation_of_one() -> None:
 @pytest.mark.parametrize(
     ("given", "world", "told"),
     [
-        ((None, None, None), 2, "add train_micro_batch_size_per_gpu or train_batch_size"),
+        ((None, None, None), 2, "Add train_micro_batch_size_per_gpu or train_batch_size"),
         ((None, None, 4), 2, "in addition to gradient_accumulation_steps 4"),
         (
             (128, 2, 16),
             3,
-            "train_batch_size 128 is not micro 2 x accumulation 16 x world 3 = 96; write train_batch_size 96",
+            "train_batch_size 128 is not micro 2 x accumulation 16 x world 3 = 96. Write train_batch_size 96",
         ),
-        ((128, 2, 16), 1, "it fits 4 ranks: were they all started?"),
+        ((128, 2, 16), 1, "it fits 4 ranks: check that all of them are started"),
         ((10, None, None), 4, "train_batch_size 10 / (accumulation 1 x world 4 = 4) is 2.5, not a whole number"),
         ((10, 2, None), 4, "gradient_accumulation_steps = train_batch_size 10 / (micro 2 x world 4 = 8) is 1.25"),
-        ((2, None, 1), 4, "write train_batch_size 4"),
-        ((8, 1, 1), 0, "world size 0"),
+        ((2, None, 1), 4, "Write train_batch_size 4"),
+        ((8, 1, 1), 0, "world size is 0"),
     ],
 )
 def test_a_triangle_that_does_not_close_shows_the_arithmetic(

@@ -13,7 +13,9 @@ from torch import nn
 from onefold.config import ConfigError, check_built, load_config
 from onefold.config.keys import Key, as_number, entries, read_as
 from onefold.config.params import OPTIMIZERS
-from onefold.optim.choose import Chosen, choose
+from onefold.optim.choose import choose
+from onefold.optim.chosen import ChosenOptimizer
+from onefold.plan.optimizer_spec import make_optimizer_spec
 
 LIKE_TORCH = {
     "adam": torch.optim.Adam,
@@ -27,10 +29,11 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(3))]
 
 
-def named(name: str, params: dict[str, Any], *groups: dict[str, Any]) -> Chosen:
+def named(name: str, params: dict[str, Any], *groups: dict[str, Any]) -> ChosenOptimizer:
     config = load_config({"optimizer": {"type": name, "params": params}})
     check_built(config)
-    chosen = choose(None, config.optimizer, [{"params": parameters(), **group} for group in groups] or parameters())
+    spec = make_optimizer_spec(config)
+    chosen = choose(None, spec, [{"params": parameters(), **group} for group in groups] or parameters())
     assert chosen is not None
     return chosen
 
@@ -163,7 +166,7 @@ def test_a_group_has_its_own_values_and_the_configs() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_a_group_that_misspells_is_refused(name: str, key: str, meant: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"model_parameters\[0\]\.{key}: .*did you mean model_parameters\[0\]\.{meant}"
+        ConfigError, match=rf"model_parameters\[0\]\.{key}: .*Did you mean model_parameters\[0\]\.{meant}"
     ):
         named(name, {}, {key: 0.1})
 

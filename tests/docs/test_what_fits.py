@@ -22,26 +22,27 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "tools"))  # the generator is not installed
 
 import formulas
-from case import Case
+from case import Case, PerElement
+from planned_states import config_of as setting_of
+from planned_states import planned_states
 from to_javascript import UntranslatableError, translate, translate_module
 from what_fits import (
     CHOICES,
     DEFAULTS,
-    FORMATS,
     GPU_KINDS,
     HOST_KINDS,
     NVME_KINDS,
     SHAPES,
     machines,
     page,
+    planned_table,
     settings,
 )
 
 from benchmarks.shapes import Block, Decoder, GatedMLP
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
-from onefold.plan import Placement, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.plan import TABLE
+from onefold.plan import Tier, assign_tiers, count_bytes, make_plan
 from onefold.tools.estimate.dry_run import META, dry_run
 from onefold.tools.estimate.forecast import FRAGMENTATION, PROCESS, forecast
 from onefold.tools.estimate.machines import GB, Gpu, Machine, find_machine
@@ -55,19 +56,9 @@ in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium
 
 def case_of(values: dict[str, Any]) -> Case:
     """What the page's script does with the values of its controls."""
-    parameters, gradients, states = (placement is Placement.SHARDED for placement in TABLE[values["stage"]])
     direct = {field.name: values[field.name] for field in fields(Case) if field.name in values}
     memory = {name: values[name] * GB for name in ("gpu_memory", "host_memory", "nvme")}
-    return Case(
-        **{**direct, **memory},
-        shards_parameters=parameters,
-        shards_gradients=gradients,
-        shards_states=states,
-        itemsize=2 if values["precision"] == "bf16" else 4,
-        accumulates=values["accumulation"] > 1,
-        state_itemsize=FORMATS["state_dtype"][values["state_dtype"]],
-        master_rest=FORMATS["master_dtype"][values["master_dtype"]],
-    )
+    return Case(**{**direct, **memory, **planned_states(values)}, accumulates=values["accumulation"] > 1)
 
 
 # -- the translator ----------------------------------------------------------------------------------------------------
@@ -193,25 +184,8 @@ def model_of(case: Case) -> nn.Module:
 
 def config_of(values: dict[str, Any]) -> dict[str, Any]:
     """The config that the page shows, in Python."""
-    places: dict[str, dict[str, Any]] = {
-        "cpu": {"device": "cpu", "pin_memory": True},
-        "nvme": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True},
-    }
-    zero: dict[str, Any] = {"stage": values["stage"], "overlap_comm": True}
-    if values["stage"] > 0 and values["offload_optimizer"] != "none":
-        zero["offload_optimizer"] = places[values["offload_optimizer"]]
-        if values["stage"] == 3 and values["offload_param"] != "none":
-            zero["offload_param"] = places[values["offload_param"]]
-    base = {key: value for key, value in DEFAULT_CONFIG.items() if key != "bf16" or values["precision"] == "bf16"}
-    formats = ("state_dtype", "master_dtype") if values["precision"] == "bf16" else ("state_dtype",)
-    own = {name: values[name] for name in formats if values[name] != "fp32"}
-    return {
-        **base,
-        **({"onefold": own} if own else {}),
-        "zero_optimization": zero,
-        "train_micro_batch_size_per_gpu": values["micro_batch"],
-        "gradient_accumulation_steps": values["accumulation"],
-    }
+    batch = {"train_micro_batch_size_per_gpu": values["micro_batch"]}
+    return {**setting_of(values), **batch, "gradient_accumulation_steps": values["accumulation"]}
 
 
 # -- the planner -------------------------------------------------------------------------------------------------------
@@ -239,14 +213,13 @@ def test_model_states_are_the_plans(seed):
         case, plan = planned(values)
         whole = sum(tier.total for tier in plan.values())
         device, host, disk = plan[Tier.DEVICE], plan[Tier.HOST], plan[Tier.NVME]
-        on_device = 0 if formulas.offloads(case) else formulas.gradient_bytes(case)
         for name, said, exact in (
             ("parameters", formulas.stored_parameters(case), device.parameters),
-            ("gradients", on_device, device.gradients),
+            ("gradients", formulas.stored(case, case.device_gradients), device.gradients),
             ("masters", formulas.masters(case), device.masters),
             ("moments", formulas.moments(case), device.states),
             ("host", formulas.host_bytes(case) / case.gpus - PROCESS, host.total),
-            ("host parameters", formulas.parameters_on_host(case), host.parameters),
+            ("host parameters", formulas.host_parameters(case) / case.gpus, host.parameters),
             ("nvme", formulas.nvme_bytes(case) / case.gpus, disk.total),
         ):
             assert said == pytest.approx(exact, rel=0.01, abs=0.01 * whole), (name, values)
@@ -340,6 +313,22 @@ def test_no_request_leaves_the_page():
     text = PAGE.read_text()
     assert not re.findall(r"https?://|//[a-z]+\.|\bsrc=|@import|url\(|fetch\(|XMLHttpRequest|<link", text)
     assert "default-src 'none'" in text
+
+
+def test_the_page_finds_the_row_of_each_setting():
+    """As its script does: a place from the choices, a row, and bytes per element."""
+    table = json.loads(json.dumps(planned_table()))
+    for seed in range(300):
+        values, place = random_values(random.Random(seed)), 0
+        for name in table["setting"]:
+            place = place * len(CHOICES[name]) + CHOICES[name].index(values[name])
+        place = (place * 2 + (values["accumulation"] > 1)) * 2 + (values["gpus"] * values["nodes"] > 1)
+        row = zip(table["columns"].items(), table["rows"][table["places"][place]], strict=True)
+        found = {
+            name: PerElement(**dict(zip(table["fields"], table["elements"][value], strict=True))) if is_entry else value
+            for (name, is_entry), value in row
+        }
+        assert found == planned_states(values), values
 
 
 # Of one case; the others have more arguments, and are called by these.

@@ -197,7 +197,7 @@ def loading(folder: str, way: str) -> str:
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("tag", "the call has tag b, rank 0's a. Every rank must load the same"),
+        ("tag", "the call has tag b, rank 0's a. Call load_checkpoint with the same arguments"),
         ("flag", "the call has load_optimizer_states False, rank 0's True"),
     ],
 )
@@ -262,7 +262,7 @@ def test_a_rank_that_does_not_come_is_named_in_a_warning_then_in_an_error(own_ra
 def ends_before() -> tuple[str, str, float, str]:
     if rank() == 1:
         start(net(), config(2)).destroy()
-        world_detector().publish_end()
+        world_detector().report_end()
         return "", "", 0.0, ""
     start(net(), config(2)).destroy()
     return heard(lambda: start(net(), config(2)))

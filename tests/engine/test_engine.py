@@ -29,13 +29,13 @@ from models import (
     train,
     weights_of,
 )
+from onefold.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
 from onefold import ConfigError
 from onefold.compat import deepspeed
-from onefold.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from onefold.compat.engine_getters import EngineGetters
 from onefold.runtime import handle_of
 from onefold.utils import (
@@ -164,7 +164,7 @@ def refusals() -> None:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     stepped.step()
-    with pytest.raises(ValueError, match="already stepped"):
+    with pytest.raises(ValueError, match="already has states"):
         start(net(), config(0), optimizer=stepped)
     engine = tiny(0)
     with pytest.raises(ValueError, match=r"scalar.*\(8, 8\)"):
@@ -283,7 +283,7 @@ def test_the_description_names_the_stage_and_what_stays_unsharded(on_ranks):
     assert small.startswith("unsharded: all are below the persistence threshold")
     assert lines(2, 3, stage3_param_persistence_threshold=0)["parameters"].startswith("sharded: whole only while")
     assert "but for " in lines(2, 3, stage3_param_persistence_threshold=100)["parameters"]
-    assert lines(1, 2)["gradients"].startswith("not sharded: there is 1 rank")
+    assert lines(1, 2)["gradients"].startswith("not sharded (1 rank)")
     offloaded = lines(2, 2, offload_optimizer={"device": "cpu"})
     assert offloaded["bytes per rank"].startswith("device: parameters")
     assert offloaded[""].startswith("host: ")

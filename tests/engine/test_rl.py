@@ -141,7 +141,7 @@ def looped(dtype: str) -> list[str]:
     engine, told = start(net(), config(3, **precision(dtype))), []
     train(engine, 1)
     expected = weights_of(engine.module)
-    units = engine.state.schedule.sharded
+    units = engine.state.schedule.sharded_units
     empty = engine.model_memory.held_bytes()
     engine.ledger.clear()
     found = {}
@@ -155,7 +155,7 @@ def looped(dtype: str) -> list[str]:
             if "GatheredParameters" not in str(error):
                 told.append(str(error))
         kept = engine.model_memory.held_bytes().parameters - empty.parameters
-        largest = max(param.layout.total * param.dtype.itemsize for unit in units for param in unit.sharded)
+        largest = max(param.layout.total * param.dtype.itemsize for unit in units for param in unit.sharded_params)
         if kept > largest:
             told.append(f"{kept} bytes stay, the largest unit has {largest}")
     told += filter(None, [first_difference(found, {name: expected[name] for name in found})])
@@ -361,7 +361,7 @@ def value_head(stage: int, folder: str) -> list[str]:
         critic(*batches(1)[0])
         told += ["a closed reference is not noticed"] if stage == 3 else []
     except RuntimeError as error:
-        told += [] if "was closed" in str(error) else [str(error)]
+        told += [] if "is closed" in str(error) else [str(error)]
     return told
 
 
@@ -430,7 +430,7 @@ def test_what_cannot_be_shared_is_named(on_ranks):
     for dtype, trained in on_ranks(1, not_shared):
         assert "torch.bfloat16" in dtype
         assert "belongs to another engine" in dtype
-        assert "backbone.head.weight is to be trained" in trained
+        assert "backbone.head.weight is trained here" in trained
 
 
 # -- batches of any number of backwards -----------------------------------------------------------------------------

@@ -15,19 +15,19 @@ from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
 from onefold.optim import gpu_stream, rules
 from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
-from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
+from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMS = [SIGNED, SQUARES, DITHERED, SPLIT_16, SPLIT_8]
+FORMS = [INT8, INT8_SQUARES, BF16_STOCHASTIC, SPLIT_16, SPLIT_8]
 
 
 def values_of(form: StateFormat | None, numel: int, seed: int = 0) -> torch.Tensor:
     values = spread(numel, seed).cuda()
-    return values.square() if form is SQUARES else values
+    return values.square() if form is INT8_SQUARES else values
 
 
 def room(form: StateFormat, numel: int) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ def test_kernels_equal_the_specification(form: StateFormat, num_blocks: int) -> 
         assert first_difference([one], [other]) is None
 
 
-@pytest.mark.parametrize("form", [SIGNED, SQUARES], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [INT8, INT8_SQUARES], ids=lambda form: form.name)
 def test_a_block_with_what_is_not_finite_is_nan(form: StateFormat) -> None:
     for bad in (torch.inf, torch.nan):
         values = torch.ones(20 * BLOCK, device="cuda")
@@ -66,19 +66,19 @@ def test_a_block_with_what_is_not_finite_is_nan(form: StateFormat) -> None:
 
 
 HELD = {
-    "int8": (None, SIGNED, SQUARES),
-    "int8, split": (SPLIT_16, SIGNED, SQUARES),
-    "int8, 8 bits": (SPLIT_8, SIGNED, SQUARES),
-    "bf16": (DITHERED, DITHERED, DITHERED),
-    "int8, bf16": (DITHERED, SIGNED, SQUARES),
-    "bf16 states": (None, DITHERED, DITHERED),
+    "int8": (None, INT8, INT8_SQUARES),
+    "int8, split": (SPLIT_16, INT8, INT8_SQUARES),
+    "int8, 8 bits": (SPLIT_8, INT8, INT8_SQUARES),
+    "bf16": (BF16_STOCHASTIC, BF16_STOCHASTIC, BF16_STOCHASTIC),
+    "int8, bf16": (BF16_STOCHASTIC, INT8, INT8_SQUARES),
+    "bf16 states": (None, BF16_STOCHASTIC, BF16_STOCHASTIC),
 }
 
 
 def tile_of(forms: tuple[StateFormat | None, ...], numel: int, **more: Any) -> EncodedTile:
     held: dict[str, Buffer] = {}
     for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
-        values = values_of(SQUARES if name == "exp_avg_sq" else form, numel, len(held))
+        values = values_of(INT8_SQUARES if name == "exp_avg_sq" else form, numel, len(held))
         if form is not None:
             held[name] = Buffer(room(form, numel), numel, form)
             held[name].store(values)

@@ -265,11 +265,11 @@ def test_memory_that_runs_out_is_explained_and_training_goes_on(nccl, tmp_path, 
     assert is_torchs
     assert "Tried to allocate 2.00 GiB" in text
     assert f"onefold: rank 0, in the {phase}" in text
-    assert "2.15 GB were asked for" in text
+    assert "2.15 GB were requested" in text
     if phase == "forward":
         assert "of unit blocks.1" in text
-    assert text.count("What was where on cuda:0") == 1
-    for words in ("optimizer states", "activations and temporaries", "may be used by this process"):
+    assert text.count("Memory in use on cuda:0") == 1
+    for words in ("optimizer states", "activations and temporaries", "limit of this process"):
         assert words in text
     # Half a gigabyte of activations, four samples a micro-batch.
     assert "train_micro_batch_size_per_gpu 2 with gradient_accumulation_steps 2" in text

@@ -173,7 +173,10 @@ def measure(folder: str, names: list[str], dtype: str, accumulation: int, more_o
             rest.append({tier: engine.model_memory.held_bytes(tier) for tier in Tier})
         crossing = engine.model_memory.planned_offload_traffic()
         runs = [
-            run for unit in engine.state.schedule.units for run in unit.trained if run.spec.residency.offloads_states
+            run
+            for unit in engine.state.schedule.units
+            for run in unit.trained_params
+            if run.spec.residency.offloads_states
         ]
         found[name] = {
             "planned": {tier: engine.model_memory.planned_bytes(tier) for tier in Tier},
@@ -957,7 +960,7 @@ def placed(folder: str, asked: list[tuple[int, dict[str, Any], dict[str, Any]]])
             elif paths is not None:
                 section["nvme_path"] = str(Path(folder, f"rank{rank()}", paths))
         engine = start(net(depth=4), config(stage, zero_optimization=keys, onefold=own, **precision("bf16")))
-        sizes = [run.layout.numel for unit in engine.state.schedule.units for run in unit.trained]
+        sizes = [run.layout.numel for unit in engine.state.schedule.units for run in unit.trained_params]
         planned = {tier.value: engine.model_memory.planned_bytes(tier) for tier in Tier}
         files = sorted(files_in(Path(folder, f"rank{rank()}")))
         trace = train(engine, 3)

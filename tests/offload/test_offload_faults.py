@@ -81,7 +81,7 @@ def check_refused(results: list[dict[str, Any]], *words: str) -> None:
         assert all(word in text for word in words), text
     for result in results:
         if result["told"][0] != "ConfigError":
-            assert "See its error" in result["told"][1]
+            assert "See the error of that rank" in result["told"][1]
         assert result["threads"] == []
 
 
@@ -358,7 +358,7 @@ def interrupted(kind: str, folder: str) -> dict[str, Any]:
 def test_an_interrupted_step_is_refused_later_and_the_engine_goes(on_ranks, tmp_path, kind):
     (found,) = on_ranks(1, interrupted, kind, str(tmp_path))
     assert found["raised"]
-    assert "KeyboardInterrupt has interrupted a step" in found["later"][1]
+    assert "KeyboardInterrupt interrupted a step" in found["later"][1]
     assert found["destroy"] == ("", "")
 
 

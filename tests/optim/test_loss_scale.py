@@ -1,22 +1,13 @@
 """Properties of the loss scales, over many random histories of overflows."""
 
 import random
-from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
+from onefold.config.precision import Fp16
 from onefold.optim.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale, build_loss_scale
-
-
-@dataclass(frozen=True)
-class Section:
-    enabled: bool = True
-    loss_scale: float = 0.0
-    initial_scale_power: int = 16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: float = 1.0
+from onefold.plan.plan import Scaling
 
 
 def values_after(scale: DynamicLossScale, history: str) -> list[float]:
@@ -63,7 +54,7 @@ def test_the_scale_stops_at_the_minimum_and_then_says_what_to_do():
     scale = DynamicLossScale(2, hysteresis=1, min_scale=3.0)
     scale.update(overflow=True)
     assert scale.value == 3.0
-    with pytest.raises(FloatingPointError, match=r"fp16\.min_loss_scale.*lower the learning rate"):
+    with pytest.raises(FloatingPointError, match=r"fp16\.min_loss_scale.*Lower the learning rate"):
         scale.update(overflow=True)
     assert scale.value == 3.0
 
@@ -129,14 +120,17 @@ def test_a_static_scale_never_moves():
     assert other.value == 128.0
 
 
+def of_section(**keys: Any) -> DynamicLossScale | StaticLossScale:
+    return build_loss_scale(Scaling(loss_scale=Fp16(**{"enabled": True, **keys})))
+
+
 def test_building_from_the_section():
-    disabled = build_loss_scale(Section(enabled=False, loss_scale=128))
+    disabled = of_section(enabled=False, loss_scale=128)
     assert isinstance(disabled, StaticLossScale)
     assert disabled.value == 1.0
-    static = build_loss_scale(Section(loss_scale=128))
+    static = of_section(loss_scale=128)
     assert isinstance(static, StaticLossScale)
     assert static.value == 128.0
-    section = replace(Section(), initial_scale_power=4, loss_scale_window=7, hysteresis=3, min_loss_scale=0.5)
-    dynamic = build_loss_scale(section)
+    dynamic = of_section(initial_scale_power=4, loss_scale_window=7, hysteresis=3, min_loss_scale=0.5)
     assert isinstance(dynamic, DynamicLossScale)
     assert (dynamic.value, dynamic.window, dynamic.hysteresis, dynamic.min_scale) == (16.0, 7, 3, 0.5)

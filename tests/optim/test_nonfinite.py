@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_weight(
 ):
     said = on_ranks(world, stops, stage, tier, str(tmp_path), factor, accumulation, clipping)
     assert len(set(said)) == 1
-    assert "every unit, " in said[0]
+    assert "every unit (" in said[0]
     assert "onefold.nonfinite_gradients" in said[0]
     # Infinity times what one path through a model multiplies with may be NaN, the loss itself is what it was.
     assert f"the loss was {factor} on rank {world - 1}" in said[0]
@@ -112,7 +112,7 @@ def test_the_unit_is_named(on_ranks, stage, bare):
     first, second = on_ranks(2, one_unit, stage, bare)
     assert first == second
     assert "unit blocks.1 is not finite" in first
-    assert ("backward was called on a loss directly" if bare else "finite on every rank") in first
+    assert ("backward was called on the loss directly" if bare else "finite on every rank") in first
 
 
 def after_another() -> str:

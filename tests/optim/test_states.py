@@ -33,7 +33,7 @@ from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import TINY, Dither, decode, encode
 from onefold.optim import pipeline
 from onefold.plan import make_plan
-from onefold.plan.state_formats import BLOCK, DITHERED, SIGNED, SPLIT_8, SPLIT_16, SQUARES, StateFormat
+from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 from onefold.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -42,12 +42,12 @@ from onefold.utils import (
 )
 
 # Of these models even the matrices are small.
-INT8 = {"state_dtype": "int8", "int8_min_numel": 256}
+INT8_CONFIG = {"state_dtype": "int8", "int8_min_numel": 256}
 FORMATS: dict[str, dict[str, Any]] = {
-    "int8": INT8,
+    "int8": INT8_CONFIG,
     "split": {"master_dtype": "bf16_int16"},
-    "int8, split": {**INT8, "master_dtype": "bf16_int16"},
-    "int8, 8 bits": {**INT8, "master_dtype": "bf16_int8"},
+    "int8, split": {**INT8_CONFIG, "master_dtype": "bf16_int16"},
+    "int8, 8 bits": {**INT8_CONFIG, "master_dtype": "bf16_int8"},
     "bf16": {"state_dtype": "bf16", "master_dtype": "bf16"},
 }
 
@@ -73,12 +73,18 @@ def spread(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=generator) * exponents.exp()
 
 
-@pytest.mark.parametrize("form", [SIGNED, SQUARES, SPLIT_16, SPLIT_8, DITHERED], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [INT8, INT8_SQUARES, SPLIT_16, SPLIT_8, BF16_STOCHASTIC], ids=lambda form: form.name)
 @given(st.integers(0, 10_000), st.integers(-80, 80))
 @settings(max_examples=20, deadline=None)
 def test_what_was_decoded_is_encoded_to_the_same_bytes(form: StateFormat, seed: int, exponent: int) -> None:
     values = spread(2 * BLOCK, seed).ldexp(torch.tensor(exponent))
-    values = values.square() if form is SQUARES and abs(exponent) < 40 else values.abs() if form is SQUARES else values
+    values = (
+        values.square()
+        if form is INT8_SQUARES and abs(exponent) < 40
+        else values.abs()
+        if form is INT8_SQUARES
+        else values
+    )
     once = room(form, values.numel())
     encode(form, values, once)
     decode(form, once, out := torch.empty_like(values))
@@ -88,7 +94,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bytes(form: StateFormat, seed: 
 
 
 @pytest.mark.parametrize(
-    ("form", "codes"), [(SIGNED, range(-127, 128)), (SQUARES, range(1, 256))], ids=["signed", "squares"]
+    ("form", "codes"), [(INT8, range(-127, 128)), (INT8_SQUARES, range(1, 256))], ids=["signed", "squares"]
 )
 def test_every_code_comes_back(form: StateFormat, codes: range) -> None:
     parts = room(form, BLOCK)
@@ -104,10 +110,10 @@ def test_every_code_comes_back(form: StateFormat, codes: range) -> None:
         assert values.max() == torch.tensor(scale)
 
 
-@pytest.mark.parametrize(("form", "top", "power"), [(SIGNED, 127, 2), (SQUARES, 255, 4)], ids=["signed", "squares"])
+@pytest.mark.parametrize(("form", "top", "power"), [(INT8, 127, 2), (INT8_SQUARES, 255, 4)], ids=["signed", "squares"])
 def test_bytes_are_as_close_as_roots_can_be(form: StateFormat, top: int, power: int) -> None:
     values = torch.logspace(-3 * power, 0, 8 * BLOCK).view(BLOCK, 8).t().flatten()  # each block has all magnitudes
-    if form is SIGNED:
+    if form is INT8:
         values = values * torch.tensor([1.0, -1.0]).repeat(4 * BLOCK)
     largest = values.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).flatten()
     codes = (values.abs() / largest) ** (1 / power) * top
@@ -120,13 +126,13 @@ def test_bytes_are_as_close_as_roots_can_be(form: StateFormat, top: int, power: 
 def test_squares_beside_others_never_become_zero() -> None:
     values = torch.zeros(2 * BLOCK)
     values[0], values[1] = 1.0, 1e-30
-    found = through(SQUARES, values)
+    found = through(INT8_SQUARES, values)
     assert found[0] == 1.0
     assert (found[1:BLOCK] == torch.tensor(1 / 255).square().square()).all()
     assert not found[BLOCK:].any(), "a block of zeros"
 
 
-@pytest.mark.parametrize("form", [SIGNED, SQUARES], ids=["signed", "squares"])
+@pytest.mark.parametrize("form", [INT8, INT8_SQUARES], ids=["signed", "squares"])
 def test_a_block_with_what_is_not_finite_is_nan_and_its_neighbours_are_not(form: StateFormat) -> None:
     for bad in (torch.inf, torch.nan):
         values = torch.ones(3 * BLOCK)
@@ -176,27 +182,27 @@ def test_a_weight_that_is_written_is_what_is_decoded() -> None:
 
 def test_dithered_values_keep_their_mean_and_know_their_place() -> None:
     values = torch.full((1 << 16,), 1.0 + 0.3 / 128)
-    whole = through(DITHERED, values, Dither(4, "weight", 0))
+    whole = through(BF16_STOCHASTIC, values, Dither(4, "weight", 0))
     assert set(whole.tolist()) == {1.0, 1.0 + 1 / 128}
     assert abs(whole.mean().item() - values[0].item()) < 3e-5
     cut = 5 * BLOCK
-    parts = [through(DITHERED, values[:cut], Dither(4, "weight", 0))]
-    parts.append(through(DITHERED, values[cut:], Dither(4, "weight", cut)))
+    parts = [through(BF16_STOCHASTIC, values[:cut], Dither(4, "weight", 0))]
+    parts.append(through(BF16_STOCHASTIC, values[cut:], Dither(4, "weight", cut)))
     assert torch.equal(torch.cat(parts), whole), "however it is cut"
     for other in (Dither(5, "weight", 0), Dither(4, "bias", 0), Dither(4, "weight", 0, "exp_avg")):
-        assert 0.35 < (through(DITHERED, values, other) != whole).float().mean() < 0.5
+        assert 0.35 < (through(BF16_STOCHASTIC, values, other) != whole).float().mean() < 0.5
     exact = spread(BLOCK).bfloat16().float()
-    assert torch.equal(through(DITHERED, exact, Dither(1, "weight", 0)), exact)
-    assert through(DITHERED, torch.tensor([torch.inf, -torch.inf, torch.nan] + [0.0] * 5)).isfinite().sum() == 5
+    assert torch.equal(through(BF16_STOCHASTIC, exact, Dither(1, "weight", 0)), exact)
+    assert through(BF16_STOCHASTIC, torch.tensor([torch.inf, -torch.inf, torch.nan] + [0.0] * 5)).isfinite().sum() == 5
 
 
 def test_whatever_torch_s_default_dtype_is() -> None:
     values = spread(2 * BLOCK)
-    wanted = [through(form, values.abs()) for form in (SIGNED, SQUARES, SPLIT_16, SPLIT_8)]
+    wanted = [through(form, values.abs()) for form in (INT8, INT8_SQUARES, SPLIT_16, SPLIT_8)]
     state_codec._of_thread.memory.clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = [through(form, values.abs()) for form in (SIGNED, SQUARES, SPLIT_16, SPLIT_8)]
+        found = [through(form, values.abs()) for form in (INT8, INT8_SQUARES, SPLIT_16, SPLIT_8)]
     finally:
         torch.set_default_dtype(torch.float32)
         state_codec._of_thread.memory.clear()
@@ -204,7 +210,7 @@ def test_whatever_torch_s_default_dtype_is() -> None:
 
 
 def test_a_range_of_encoded_values_may_end_within_a_block() -> None:
-    flat = Buffer(room(SIGNED, 4 * BLOCK), 4 * BLOCK, SIGNED)
+    flat = Buffer(room(INT8, 4 * BLOCK), 4 * BLOCK, INT8)
     values = spread(BLOCK + 10)
     flat[BLOCK : 2 * BLOCK + 10].store(values)
     assert (flat.fetch()[BLOCK : 2 * BLOCK + 10] - values).abs().max() < 0.02 * values.abs().max()
@@ -240,7 +246,7 @@ def test_stages_are_bit_equal(on_ranks, world, formats):
     ("fp32", 2, {}), more("fp16", 1, {}), more("bf16", 2, {"stage3_param_persistence_threshold": 1000}),
 ])  # fmt: skip
 def test_stages_are_bit_equal_in_other_settings(on_ranks, dtype, accumulation, zero):
-    for traces in on_ranks(2, run_stages, INT8, accumulation, dtype, zero):
+    for traces in on_ranks(2, run_stages, INT8_CONFIG, accumulation, dtype, zero):
         for stage, other in ((1, 0), (3, 2)):
             assert first_difference(traces[stage], traces[other]) is None, f"stage {stage} beside stage {other}"
 
@@ -343,7 +349,11 @@ class Reference:
 
     def __init__(self, model: torch.nn.Module, masters: StateFormat | None, *, int8: bool) -> None:
         self.parameters = list(model.parameters())
-        self.forms = {"master": masters, "exp_avg": SIGNED if int8 else None, "exp_avg_sq": SQUARES if int8 else None}
+        self.forms = {
+            "master": masters,
+            "exp_avg": INT8 if int8 else None,
+            "exp_avg_sq": INT8_SQUARES if int8 else None,
+        }
         self.held = [{"master": padded(p.detach().float())} for p in self.parameters]
         for held in self.held:
             held |= {name: torch.zeros_like(held["master"]) for name in ("exp_avg", "exp_avg_sq")}
@@ -360,7 +370,7 @@ class Reference:
                 [torch.tensor(float(self.number))], **numbers, amsgrad=False, maximize=False,
             )  # fmt: skip
             for name, form in self.forms.items():
-                small = form in (SIGNED, SQUARES) and parameter.numel() < INT8["int8_min_numel"]
+                small = form in (INT8, INT8_SQUARES) and parameter.numel() < INT8_CONFIG["int8_min_numel"]
                 if form is not None and not small:
                     held[name] = through(form, held[name])
             parameter.copy_(held["master"][: parameter.numel()].view(parameter.shape))
@@ -641,7 +651,7 @@ def forms_of(given: dict[str, Any], optimizer: str = "", **shape: Any) -> dict[s
     return found
 
 
-BYTES = (SIGNED.name, SQUARES.name)
+BYTES = (INT8.name, INT8_SQUARES.name)
 FP32 = ("fp32", "fp32")
 
 
@@ -760,10 +770,10 @@ def test_a_parameter_without_elements_is_saved(on_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({"onefold": {"master_dtype": "bf16_int8"}}, "onefold.master_dtype = bf16_int8 is of bf16 weights"),
-    ({"onefold": {"master_dtype": "bf16_int8"}, "fp16": {"enabled": True}}, "is of bf16 weights"),
-    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "bf16"}}, "type = adamw_8bit has states"),
-    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "fp32"}}, "type = adamw_8bit has states"),
+    ({"onefold": {"master_dtype": "bf16_int8"}}, "onefold.master_dtype = bf16_int8 needs bf16 weights"),
+    ({"onefold": {"master_dtype": "bf16_int8"}, "fp16": {"enabled": True}}, "needs bf16 weights"),
+    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "bf16"}}, "adamw_8bit selects 8-bit states"),
+    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "fp32"}}, "adamw_8bit selects 8-bit states"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "onefold": {"master_dtype": "bf16_int8"}},
      "bf16_master_weights_and_grads and onefold.master_dtype = bf16_int8 differ"),
 ])  # fmt: skip
@@ -783,10 +793,10 @@ def refusal(given: dict[str, Any], own: str = "") -> str:
 
 
 def test_refusals_name_key_and_way_out(on_ranks):
-    told = on_ranks(1, refusal, {"onefold": INT8, "optimizer": None}, "NAdam")[0]
+    told = on_ranks(1, refusal, {"onefold": INT8_CONFIG, "optimizer": None}, "NAdam")[0]
     assert "onefold.state_dtype = int8" in told
     assert "optimizer NAdam steps by its own class" in told
-    told = on_ranks(1, refusal, {"onefold": {**INT8, "fp32_state_names": ["*nothing*"]}})[0]
+    told = on_ranks(1, refusal, {"onefold": {**INT8_CONFIG, "fp32_state_names": ["*nothing*"]}})[0]
     assert "onefold.fp32_state_names: '*nothing*' matches no parameter" in told
 
 

@@ -155,7 +155,7 @@ def test_what_is_not_finite_is_a_gap_with_a_name(tmp_path):
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, num_steps):
     write_run(tmp_path, facts(), *(row(n + 1) for n in range(num_steps)), '{"kind": "st')
     found = page(tmp_path)
-    assert "no end is recorded" in found.text
+    assert "running, or killed after" in found.text
     assert ("No step is recorded yet." in found.text) == (num_steps == 0)
     assert bool(found.charts) == bool(num_steps)
 
@@ -227,7 +227,7 @@ def test_pngs_without_matplotlib_are_an_error_that_says_how_to_get_it(tmp_path, 
 
 def test_what_is_no_record_is_told_and_leaves_no_page(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
     write_run(tmp_path, facts(), "{oops\n", row(1))
     assert main(["report", str(tmp_path)]) == 2
     assert "run.jsonl: line 2" in capsys.readouterr().err

@@ -14,7 +14,8 @@ from torch import nn
 
 from onefold.config import ConfigError, load_config
 from onefold.plan import Layout, Placement, StateSpec, Tier, Wire, cut, make_plan, plan_every_stage
-from onefold.plan.memory import OffloadedStepSplit, is_streamed
+from onefold.plan.traffic import OffloadedStepSplit, is_streamed
+from onefold.report.describe import describe_placement
 from onefold.runtime.build import plan_units
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -125,8 +126,8 @@ def test_groups_of_ranks_hold_shards_in_stage_3_only():
     assert [(plan.num_shards, plan.num_replicas) for plan in plans.values()] == [(8, 1), (8, 1), (8, 1), (2, 4)]
 
 
-def test_the_plan_says_itself_in_words():
-    words = "\n".join(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8).words())
+def test_the_placement_of_a_plan_is_described():
+    words = "\n".join(describe_placement(make_plan(load_config({"zero_optimization": {"stage": 2}}), 8)))
     assert "replicated: every rank holds all of them" in words
     assert "sharded after every micro-step" in words
     assert "every rank holds and steps its own part" in words
@@ -215,8 +216,8 @@ def test_shared_parameters_belong_to_the_root():
     model.layers[0].experts[0].weight = model.layers[1].experts[0].weight
     units = {unit.module: unit for unit in cut(model)}
     assert "layers.0.experts.0.weight" in units[""].parameters
-    assert units[""].shared
-    assert not units["layers.0"].shared
+    assert units[""].has_tied
+    assert not units["layers.0"].has_tied
 
 
 def test_the_cut_names_every_parameter_once():

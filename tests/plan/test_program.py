@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from onefold.plan import Moment, compile_program
+from onefold.plan import PassPhase, compile_program
 from onefold.plan.program import SMALL_MESSAGE, Event, Limits, Program, coalesce
+from onefold.runtime.order import _find
 
-F, B, R = Moment.FORWARD, Moment.BACKWARD, Moment.REDUCE
+F, B, R = PassPhase.FORWARD, PassPhase.BACKWARD, PassPhase.REDUCE
 PLENTY = 1 << 40
 
 
@@ -68,8 +69,8 @@ def random_passes(num: int = 300) -> Iterator[Pass]:
 
 def uses_of(one: Pass) -> Iterator[tuple[int, int]]:
     """(place, unit) of every use that needs a whole unit."""
-    for place, (moment, unit) in enumerate(one.events):
-        if moment is not R and one.gathered[unit]:
+    for place, (phase, unit) in enumerate(one.events):
+        if phase is not R and one.gathered[unit]:
             yield place, unit
 
 
@@ -90,16 +91,16 @@ def whole_at(one: Pass, program: Program) -> Iterator[tuple[int, set[int], set[i
     """
     whole: set[int] = set()
     ahead: set[int] = set()
-    for place, (moment, unit) in enumerate(one.events):
+    for place, (phase, unit) in enumerate(one.events):
         for number in launches_at(program, place):
             if program.launches[number].gathers:
                 whole |= set(program.launches[number].units)
                 ahead |= set(program.launches[number].units)
-        if moment is R or not one.gathered[unit]:
+        if phase is R or not one.gathered[unit]:
             continue
         ahead.discard(unit)
         yield place, set(whole), set(ahead)
-        if not program.kept[place] and unit not in one.enclosing:
+        if not program.stays_unsharded[place] and unit not in one.enclosing:
             whole.discard(unit)
 
 
@@ -110,7 +111,7 @@ def test_launches_form_one_line():
     for one in random_passes():
         program = one.compile()
         assert program.events == tuple(one.events)
-        assert len(program.launched_at) == len(program.kept) == len(one.events)
+        assert len(program.launched_at) == len(program.stays_unsharded) == len(one.events)
         assert all(before <= after for before, after in pairwise(program.launched_at))
         # No launch is left for after the last event.
         assert (program.launched_at[-1] if one.events else 0) == len(program.launches)
@@ -131,11 +132,11 @@ def test_every_use_is_gathered_once_unless_the_one_before_kept_it():
             before = last.get(unit)
             first = 0 if before is None else program.launched_at[before]
             found = gathers_between(program, unit, first, program.launched_at[place])
-            expected = 0 if before is not None and program.kept[before] else 1
+            expected = 0 if before is not None and program.stays_unsharded[before] else 1
             assert len(found) == expected, (one, place)
             last[unit] = place
         total = sum(len(launch.units) for launch in program.launches if launch.gathers)
-        kept = sum(program.kept[place] for place, _ in uses_of(one))
+        kept = sum(program.stays_unsharded[place] for place, _ in uses_of(one))
         assert total == len(list(uses_of(one))) - kept
 
 
@@ -143,13 +144,13 @@ def test_a_unit_is_never_gathered_while_it_is_still_whole():
     for one in random_passes():
         program = one.compile()
         whole: set[int] = set()
-        for place, (moment, unit) in enumerate(one.events):
+        for place, (phase, unit) in enumerate(one.events):
             for number in launches_at(program, place):
                 launch = program.launches[number]
                 if launch.gathers and not one.enclosing & set(launch.units):
                     assert not whole & set(launch.units), (one, place)
                     whole |= set(launch.units)
-            if moment is not R and not program.kept[place]:
+            if phase is not R and not program.stays_unsharded[place]:
                 whole.discard(unit)
 
 
@@ -161,7 +162,7 @@ def test_gathers_come_in_the_order_of_use():
         for place, unit in uses_of(one):
             if unit not in kept:
                 needed.append(unit)
-            kept = kept | {unit} if program.kept[place] else kept - {unit}
+            kept = kept | {unit} if program.stays_unsharded[place] else kept - {unit}
         assert [unit for launch in program.launches if launch.gathers for unit in launch.units] == needed
 
 
@@ -204,7 +205,7 @@ def test_the_same_events_give_the_same_program_whatever_the_order_of_calls():
 
 def test_an_empty_pass_launches_nothing():
     program = compile_program([], [4, 4], [4, 4], Limits(PLENTY, PLENTY, PLENTY), PLENTY)
-    assert program == Program((), (), (), ())
+    assert program == Program((), (), (), (), {})
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_with_all_limits_zero_each_use_gathers_and_nothing_is_kept():
     for one in random_passes():
         one.limits = Limits(0, 0, 0)
         program = one.compile()
-        assert not any(program.kept)
+        assert not any(program.stays_unsharded)
         for place, unit in uses_of(one):
             found = [program.launches[number] for number in launches_at(program, place)]
             assert [launch.units for launch in found if launch.gathers] == [(unit,)], (one, place)
@@ -222,20 +223,20 @@ def test_with_all_limits_zero_each_use_gathers_and_nothing_is_kept():
 
 def test_without_prefetch_nothing_is_gathered_ahead():
     for one in random_passes():
-        one.limits = Limits(0, one.limits.live, one.limits.reuse)
+        one.limits = Limits(0, one.limits.unsharded, one.limits.reuse)
         program = one.compile()
         assert all(not ahead for _, _, ahead in whole_at(one, program))
 
 
 def test_prefetch_gathers_the_next_unit_ahead_of_its_use():
-    program = straight([100] * 4, Limits(prefetch=1, live=PLENTY)).compile()
+    program = straight([100] * 4, Limits(prefetch=1, unsharded=PLENTY)).compile()
     aheads = [ahead for _, _, ahead in whole_at(straight([100] * 4, Limits()), program)]
-    # The last forward gathers nothing: what backward needs first is whole at that moment.
+    # The last forward gathers nothing: what backward needs first is whole at that phase.
     assert aheads == [{1}, {2}, {3}, set(), {2}, {1}, {0}, set()]
 
 
 def test_prefetch_limits_what_is_ahead_of_its_use():
-    one = straight([100] * 12, Limits(prefetch=200, live=PLENTY))
+    one = straight([100] * 12, Limits(prefetch=200, unsharded=PLENTY))
     assert max(100 * len(ahead) for _, _, ahead in whole_at(one, one.compile())) == 200
 
 
@@ -249,21 +250,21 @@ def test_prefetch_overshoots_by_less_than_one_unit():
 
 def test_prefetch_stays_within_the_live_limit():
     for one in random_passes():
-        one.limits = Limits(one.limits.prefetch, one.limits.live, 0)
+        one.limits = Limits(one.limits.prefetch, one.limits.unsharded, 0)
         program = one.compile()
         for place, whole, ahead in whole_at(one, program):
             if ahead:
-                assert sum(one.gathered[unit] for unit in whole) <= one.limits.live, (one, place)
+                assert sum(one.gathered[unit] for unit in whole) <= one.limits.unsharded, (one, place)
 
 
 def test_what_is_kept_stays_within_the_live_limit():
     for one in random_passes():
-        one.limits = Limits(0, one.limits.live, one.limits.reuse)
+        one.limits = Limits(0, one.limits.unsharded, one.limits.reuse)
         program = one.compile()
         kept: set[int] = set()
         for place, unit in uses_of(one):
-            kept = kept | {unit} if program.kept[place] else kept - {unit}
-            assert sum(one.gathered[unit] for unit in kept) <= one.limits.live, (one, place)
+            kept = kept | {unit} if program.stays_unsharded[place] else kept - {unit}
+            assert sum(one.gathered[unit] for unit in kept) <= one.limits.unsharded, (one, place)
 
 
 def test_the_live_limit_is_passed_only_by_what_one_use_needs():
@@ -272,7 +273,7 @@ def test_the_live_limit_is_passed_only_by_what_one_use_needs():
         for place, whole, _ in whole_at(one, program):
             needed = {one.events[place][1]} | (one.enclosing & whole)
             live = sum(one.gathered[unit] for unit in whole)
-            assert live <= max(one.limits.live, sum(one.gathered[unit] for unit in needed)), (one, place)
+            assert live <= max(one.limits.unsharded, sum(one.gathered[unit] for unit in needed)), (one, place)
 
 
 def next_use(one: Pass, place: int) -> int | None:
@@ -290,7 +291,7 @@ def test_nothing_is_kept_beyond_the_reuse_distance_nor_without_a_next_use():
     for one in random_passes():
         program = one.compile()
         for place, _ in uses_of(one):
-            if program.kept[place]:
+            if program.stays_unsharded[place]:
                 again = next_use(one, place)
                 assert again is not None
                 assert distance(one, place, again) <= one.limits.reuse
@@ -304,15 +305,15 @@ def test_whatever_is_used_again_within_the_reuse_distance_is_kept_if_it_fits():
         for place, _ in uses_of(one):
             again = next_use(one, place)
             if again is not None and distance(one, place, again) < one.limits.reuse:
-                assert program.kept[place], (one, place)
+                assert program.stays_unsharded[place], (one, place)
                 kept += 1
     assert kept > 100
 
 
 def test_only_the_turn_of_the_pass_is_near():
     """Forward 0 1 2 3, backward 3 2 1 0: between the two uses of unit k lie the two uses of every later one."""
-    one = straight([100] * 4, Limits(live=PLENTY, reuse=201))
-    assert [unit for place, unit in uses_of(one) if one.compile().kept[place]] == [2, 3]
+    one = straight([100] * 4, Limits(unsharded=PLENTY, reuse=201))
+    assert [unit for place, unit in uses_of(one) if one.compile().stays_unsharded[place]] == [2, 3]
 
 
 def test_limits_never_change_what_is_reduced():
@@ -330,7 +331,7 @@ def test_every_unit_is_reduced_once_in_the_order_of_events():
     for one in random_passes():
         program = one.compile()
         reduced = [unit for launch in program.launches if not launch.gathers for unit in launch.units]
-        assert reduced == [unit for moment, unit in one.events if moment is R]
+        assert reduced == [unit for phase, unit in one.events if phase is R]
 
 
 def test_a_reduction_starts_when_the_last_unit_of_its_batch_is_finished():
@@ -383,4 +384,4 @@ def test_find_gives_the_next_place_of_an_event():
         for event in {*one.events, (F, 99)}:
             for first in range(len(one.events) + 1):
                 places = [place for place in range(first, len(one.events)) if one.events[place] == event]
-                assert program.find(event, first) == (places[0] if places else None)
+                assert _find(event, program, first) == (places[0] if places else None)

@@ -69,8 +69,8 @@ def test_the_account_adds_up_to_the_device(a, b, c, d, unsharded, slots, activat
 
 
 def test_a_process_that_may_have_less_says_so():
-    assert not any("may be used" in line for line in account().lines())
-    assert any("10.00 GB  may be used by this process" in line for line in account(limit=10 * GB).lines())
+    assert not any("limit of this process" in line for line in account().lines())
+    assert any("10.00 GB  limit of this process" in line for line in account(limit=10 * GB).lines())
 
 
 @pytest.mark.parametrize(("stage", "num"), [(0, 5), (1, 4), (2, 3), (3, 2)])
@@ -173,7 +173,7 @@ def test_the_explanation_names_place_bytes_and_remedies():
     run = facts(2, asked=GB)
     text = explain("rank 3, in the forward of unit a.b", "cuda:1", account(), advise(account(), run), GB)
     assert text.startswith(
-        "onefold: rank 3, in the forward of unit a.b: 1.00 GB were asked for. What was where on cuda:1"
+        "onefold: rank 3, in the forward of unit a.b: 1.00 GB were requested. Memory in use on cuda:1"
     )
     for words in ("2.00 GB  parameters", "9.00 GB  activations", "2.00 GB  other processes", "stage 3 instead of 2"):
         assert words in text
@@ -240,7 +240,7 @@ def test_an_error_of_memory_says_where_and_training_goes_on(on_ranks, kind, phas
         assert same
         assert text.startswith("Tried to allocate")
         assert f"rank {number}, in the {phase}" in text
-        assert text.count("What was where on this host") == 1
+        assert text.count("Memory in use on this host") == 1
         assert "available" in text
         assert "resident in this process" in text
         if phase == "forward" or stage == 3:

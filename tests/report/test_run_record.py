@@ -213,7 +213,7 @@ def refused_folders(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"onefold\.report = .*file/a.*cannot be written"):
         start(net(), config(1, onefold={"report": f"{folder}/file/a"}))
     Path(folder, "run.jsonl").write_text("something else\n")
-    with pytest.raises(ConfigError, match=r"onefold\.report = .*is no record of a run"):
+    with pytest.raises(ConfigError, match=r"onefold\.report = .*is not a run record"):
         start(net(), config(1, onefold={"report": folder}))
     assert Path(folder, "run.jsonl").read_text() == "something else\n"
     one = start(net(), config(1, onefold={"report": f"{folder}/one"}))
@@ -298,7 +298,7 @@ def test_a_killed_process_loses_no_step_that_was_taken(ended):
 def test_a_full_disk_ends_the_record_and_not_the_training(ended):
     done, folders = ended
     assert "trained 5" in done["fills the disk"].stdout, done["fills the disk"].stderr
-    assert done["fills the disk"].stderr.count("The record ends here; the training goes on") == 1
+    assert done["fills the disk"].stderr.count("Recording is disabled and training continues") == 1
     assert len(RunFile.read(folders["fills the disk"]).steps) == 3
 
 
@@ -371,14 +371,17 @@ def test_a_last_line_that_was_cut_off_is_no_error(tmp_path, tail):
     ("lines", "told"),
     [
         (["", facts()], "line 1|no run"),
-        ([facts(), "{broken\n", line_of(row(1))], "line 2 is no line of a run"),
-        ([line_of(row(1))], "line 1: .*begins with a line of facts"),
+        ([facts(), "{broken\n", line_of(row(1))], "line 2 is not valid"),
+        ([line_of(row(1))], "line 1: .*must begin with a line of facts"),
         ([facts(), '{"kind": "step", "step": 1}\n'], "line 2: KeyError"),
-        ([facts(), line_of(row(1)).replace('"step": 1', '"step": "1"', 1)], "line 2: TypeError: a whole number"),
-        ([facts(planned=[])], "line 1: TypeError: an object"),
+        (
+            [facts(), line_of(row(1)).replace('"step": 1', '"step": "1"', 1)],
+            "line 2: TypeError: expected a whole number",
+        ),
+        ([facts(planned=[])], "line 1: TypeError: expected an object"),
         (['{"kind": "run"}\n'], "line 1: KeyError"),
         (["[" * 100_000 + "\n", facts()], "line 1|no run"),
-        ([], "no run in it yet"),
+        ([], "it contains no run yet"),
     ],
 )
 def test_a_file_that_is_no_record_is_told_by_its_line(tmp_path, lines, told):

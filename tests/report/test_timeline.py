@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold import recorder
-from onefold.comm import clocks
+from onefold.comm import agreement
 from onefold.config import ConfigError, load_config
 from onefold.recorder import TRACKS, Recorder, Slice, Track, rows_of
 from onefold.report.trace_file import RankTimeline, write_alone
@@ -297,7 +297,7 @@ def test_an_error_inside_leaves_each_rank_its_own_part(on_ranks, tmp_path):
 # -- clocks and rows ---------------------------------------------------------------------------------------------------
 
 
-def measured(ahead: int) -> clocks.ClockOffset:
+def measured(ahead: int) -> agreement.ClockOffset:
     """Rank 1's clock is so many nanoseconds ahead."""
     engine = start(net(), config(1))
     real = time.perf_counter_ns
@@ -305,8 +305,8 @@ def measured(ahead: int) -> clocks.ClockOffset:
     def shifted() -> int:
         return real() + (ahead if rank() else 0)
 
-    with mock.patch.object(clocks.time, "perf_counter_ns", shifted):
-        return clocks.clock_offset(engine.state.schedule.agreement)
+    with mock.patch.object(agreement.time, "perf_counter_ns", shifted):
+        return agreement.clock_offset(engine.state.schedule.agreement)
 
 
 @pytest.mark.parametrize("ahead", [0, 7_000_000_000, -1_000_000])
@@ -319,7 +319,7 @@ def test_clocks_are_aligned_as_well_as_they_say(on_ranks, ahead):
 def gathered(sizes: list[int]) -> list[int]:
     engine = start(net(), config(1))
     data = bytes([rank() + 1]) * sizes[rank()]
-    found = clocks.bytes_for_first(engine.state.schedule.agreement, "a test", data)
+    found = agreement.bytes_for_first(engine.state.schedule.agreement, "a test", data)
     assert all(part == bytes([number + 1]) * sizes[number] for number, part in enumerate(found))
     return [len(part) for part in found]
 
@@ -408,7 +408,7 @@ def beside_another(path: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("case", "word"), [(too_late, "taken already"), (beside_another, "onefold.Profiling")])
+@pytest.mark.parametrize(("case", "word"), [(too_late, "already done"), (beside_another, "onefold.Profiling")])
 def test_steps_that_cannot_be_traced_are_told(on_ranks, tmp_path, case, word):
     lines = on_ranks(2, case, str(tmp_path / "trace.json"))[0]
     assert any("onefold.trace" in line and word in line for line in lines)

@@ -1241,7 +1241,7 @@ class Weighed(nn.Module):
 def overflow_in_one_shard(stage: int, element: int) -> tuple[list[bool], bool]:
     """In the second step one element of every rank's gradient is infinite, so that one rank's shard overflows."""
     engine = start(Weighed(), config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
-    assert engine.state.schedule.units[0].trained[0].layout.shard_size == 2048
+    assert engine.state.schedule.units[0].trained_params[0].layout.shard_size == 2048
     applied = []
     for step in range(3):
         gradient = torch.full((64, 64), 0.5).half()

@@ -453,7 +453,7 @@ class Mpu:
 
 def test_a_model_parallel_group_of_one_is_fine_and_others_are_not():
     configure(Mpu(1))
-    with pytest.raises(ValueError, match="world size of 2"):
+    with pytest.raises(ValueError, match="model-parallel size is 2"):
         configure(Mpu(2))
 
 

@@ -89,7 +89,7 @@ def sums_of_known_gradients(wire: str | None) -> dict[str, Any]:
     engine = start(model, config(2, gradient_allreduce_op="sum", **more))
     values = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank())) * 10.0 ** (3 * rank())
     (engine.module.weight * values).sum().backward()
-    run = engine.state.schedule.units[0].trained[0]
+    run = engine.state.schedule.units[0].trained_params[0]
     start_, stop = run.layout.shard_range(rank())
     pieces = []
     for other in range(engine.world_size):
@@ -161,7 +161,7 @@ def resting_dtypes(dtype: str, accumulation: int) -> set[torch.dtype]:
         engine.backward(engine(x, y))
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
-    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained}
+    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained_params}
 
 
 def test_a_reduced_gradient_rests_in_the_narrowest_exact_dtype(on_ranks):

@@ -386,7 +386,7 @@ def test_operations_on_parameters_inside_a_pass_equal_plain_torch(on_ranks, plan
 
 
 def unsharded_units(engine: onefold.Engine) -> list[str]:
-    return [unit.name for unit in engine.state.schedule.units if unit.parameter is not ParameterState.SHARDED]
+    return [unit.name for unit in engine.state.schedule.units if unit.param_state is not ParameterState.SHARDED]
 
 
 def released_after_an_operation() -> str | None:

@@ -160,7 +160,7 @@ def adagrad_instance() -> float:
     optimizer = torch.optim.Adagrad(other.parameters())
     other(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="already stepped"):
+    with pytest.raises(ValueError, match="already has states"):
         start(other, settings, optimizer=optimizer)
     return losses[-1] - losses[0]
 
@@ -173,7 +173,7 @@ def two_backwards_in_bf16() -> set[torch.dtype]:
     engine = start(net(), config(1, bf16={"enabled": True}))
     for x, y in batches(2):
         engine.backward(engine(x, y))
-    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained}
+    return {run.grad.shard.value.dtype for unit in engine.state.schedule.units for run in unit.trained_params}
 
 
 @pytest.mark.parametrize("world", [1, 2])

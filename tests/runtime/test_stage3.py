@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
-from onefold.plan import Moment
+from onefold.plan import PassPhase
 from onefold.runtime.unit import Unit
 from onefold.runtime.unit_state import ParameterState
 
@@ -222,7 +222,7 @@ def frozen_traffic() -> dict[str, int]:
         "gather": engine.ledger.bytes("gather"),
         "reduce": engine.ledger.bytes("reduce-scatter"),
         "sharded": elements(engine)[0],
-        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained),
+        "trained": sum(run.layout.total for unit in engine.state.schedule.units for run in unit.trained_params),
     }
 
 
@@ -263,9 +263,11 @@ def watching(engine: Any) -> Iterator[list[Seen]]:
     seen: list[Seen] = []
 
     def look(unit: Unit, backward: bool) -> None:
-        whole = [u for u in engine.state.schedule.units if u.sharded and u.parameter is not ParameterState.SHARDED]
+        whole = [
+            u for u in engine.state.schedule.units if u.sharded_params and u.param_state is not ParameterState.SHARDED
+        ]
         others = [u.name for u in whole if u is not unit and not u.encloses]
-        seen.append(Seen(unit.name, backward, others, sum(u.num_gathered for u in whole)))
+        seen.append(Seen(unit.name, backward, others, sum(u.num_sharded_elements for u in whole)))
 
     handles = []
     for unit in engine.state.schedule.units:
@@ -288,7 +290,7 @@ def most_live(engine: Any) -> Iterator[list[int]]:
 
     def counting(unit: Unit, **how: bool) -> Any:
         gatherings = starts(unit, **how)
-        runs = [run for unit in engine.state.schedule.units for run in unit.sharded]
+        runs = [run for unit in engine.state.schedule.units for run in unit.sharded_params]
         most[0] = max(most[0], sum(run.full.untyped_storage().size() // run.dtype.itemsize for run in runs))
         return gatherings
 
@@ -307,12 +309,12 @@ def knobs(zero: dict[str, Any], build: Callable[[], nn.Module] = Uneven) -> dict
     engine.ledger.clear()
     with watching(engine) as seen, most_live(engine) as most:
         run(engine, square, 1)
-    sizes = {unit.name: unit.num_gathered for unit in engine.state.schedule.units}
+    sizes = {unit.name: unit.num_sharded_elements for unit in engine.state.schedule.units}
     return {
         "seen": seen,
         "most": most[0],
         "sizes": sizes,
-        "root": sum(unit.num_gathered for unit in engine.state.schedule.units if unit.encloses),
+        "root": sum(unit.num_sharded_elements for unit in engine.state.schedule.units if unit.encloses),
         "gather": engine.ledger.bytes("gather"),
         "gathers": engine.ledger.calls("gather"),
         "reductions": engine.ledger.calls("reduce-scatter"),
@@ -538,7 +540,7 @@ def test_what_does_nothing_here_says_so(key, value):
 
 def lines(engine: Any) -> int:
     """Bytes behind the lines of what rests as shards."""
-    return sum(run.full.untyped_storage().size() for unit in engine.state.schedule.units for run in unit.sharded)
+    return sum(run.full.untyped_storage().size() for unit in engine.state.schedule.units for run in unit.sharded_params)
 
 
 def rests(engine: Any) -> list[str]:
@@ -551,9 +553,9 @@ def rests(engine: Any) -> list[str]:
             f"parameters {engine.model_memory.held_bytes().parameters} {engine.model_memory.planned_bytes().parameters}"
         )
     problems += [
-        f"{unit.name} {unit.parameter}"
+        f"{unit.name} {unit.param_state}"
         for unit in engine.state.schedule.units
-        if unit.sharded and unit.parameter is not ParameterState.SHARDED
+        if unit.sharded_params and unit.param_state is not ParameterState.SHARDED
     ]
     problems += [name for name, p in engine.module.named_parameters() if p.numel() and p.untyped_storage().size() == 0]
     return problems
@@ -570,7 +572,9 @@ def phases(zero: dict[str, Any], dtype: str, accumulation: int) -> list[str]:
         if micro_step >= accumulation:
             # Between forward and backward what the program keeps is whole, and nothing else.
             expected = sum(
-                run.full.numel() * run.full.itemsize for unit in engine.state.schedule.units for run in unit.sharded
+                run.full.numel() * run.full.itemsize
+                for unit in engine.state.schedule.units
+                for run in unit.sharded_params
             )
             if lines(engine) != (expected if kept_by_limits else 0):
                 problems.append(f"{micro_step} after forward {lines(engine)} of {expected}")
@@ -1467,7 +1471,7 @@ def no_line_freed_in_flight() -> Iterator[list[str]]:
             flying[unit] -= 1
 
     def reshard(unit: Unit, *, drop: bool = False) -> None:
-        if unit.sharded and flying.get(unit):
+        if unit.sharded_params and flying.get(unit):
             found.append(unit.name)  # and keep it, to live on
         else:
             reshards(unit, drop=drop)
@@ -1643,7 +1647,7 @@ def looked_up(stage: int, hooked: bool) -> tuple[Weights, list[str]]:
     run(engine, lambda model, step: model(data(step)).square().mean(), 3)
     order = engine.state.schedule.order
     events = order.program.events if order.program is not None else ()
-    gathered = [order.units[index].name for moment, index in events if moment is Moment.BACKWARD]
+    gathered = [order.units[index].name for moment, index in events if moment is PassPhase.BACKWARD]
     weights = weights_of(engine.module)
     engine.destroy()
     return weights, sorted(gathered)

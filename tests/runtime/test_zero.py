@@ -494,8 +494,8 @@ def streamed(stage: int, bucket_bytes: int) -> tuple[bool, list[int], int]:
     for bucket in onefold.zero.stream_weights(engine.module, bucket_bytes=bucket_bytes):
         buckets.append(dict(bucket))
         found |= {name: value.clone() for name, value in bucket.items()}
-        open_units = [unit for unit in engine.state.schedule.units if unit.parameter is ParameterState.UNSHARDED]
-        members = [member for unit in open_units for param in unit.sharded for member in param.layout.members]
+        open_units = [unit for unit in engine.state.schedule.units if unit.param_state is ParameterState.UNSHARDED]
+        members = [member for unit in open_units for param in unit.sharded_params for member in param.layout.members]
         most = max(most, sum(2 * (member.stop - member.start) for member in members))  # padding aside
     sizes = [sum(value.nbytes for value in bucket.values()) for bucket in buckets if len(bucket) > 1]
     train(engine, 1)  # everything is at rest again
@@ -526,7 +526,7 @@ def misfit(folder: str) -> str:
 def test_what_does_not_fit_is_listed_together(on_ranks, tmp_path):
     for message in on_ranks(2, misfit, str(tmp_path)):
         assert "missing: more.weight" in message
-        assert "misshapen: embed.weight" in message
+        assert "different shape: embed.weight" in message
 
 
 # -- masters, gradients and states ------------------------------------------------------------------------------

@@ -221,11 +221,11 @@ def test_a_resumed_run_has_the_options_that_it_was_made_with(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--preset", "small"], r"that run has --preset tiny\. Leave --preset out, or give --preset tiny"),
-        (["--seed", "1"], r"that run has --seed 0\. Leave --seed out, or give --seed 0"),
-        (["--data", "other"], r"that run has --data .*notes\. Leave --data out"),
-        (["--model", "llama", "--lora"], r"that run does not have --model\. Leave it out"),
-        (["--out", "elsewhere"], r"stays in its folder\. Leave --out out"),
+        (["--preset", "small"], r"the run uses --preset tiny\. Leave --preset out, or give --preset tiny"),
+        (["--seed", "1"], r"the run uses --seed 0\. Leave --seed out, or give --seed 0"),
+        (["--data", "other"], r"the run uses --data .*notes\. Leave --data out"),
+        (["--model", "llama", "--lora"], r"the run does not use --model\. Leave it out"),
+        (["--out", "elsewhere"], r"writes to its own folder\. Leave out --out"),
     ],
 )
 def test_options_that_contradict_the_run_are_named(tmp_path: Path, flags: list[str], words: str) -> None:
@@ -240,14 +240,14 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
             parsed("--resume", str(tmp_path / "run"))
         return str(raised.value)
 
-    assert "there is no such folder" in refused()
+    assert "no such folder" in refused()
     (tmp_path / "run").mkdir()
-    assert "has no settings.json" in refused()
+    assert "settings.json is missing" in refused()
     write_settings(TrainOptions(out=str(tmp_path / "run")))
     assert "no checkpoint in" in refused()
     assert "--save-every" in refused()
     (tmp_path / "run" / "settings.json").write_text('{"preset": "ti')
-    assert "cannot read" in refused()
+    assert "cannot be read" in refused()
     (tmp_path / "run" / "settings.json").write_text('{"colour": 1}')
     assert "unknown settings: colour" in refused()
 
@@ -273,7 +273,7 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
     for expected in (
-        "filled in: train_micro",
+        "missing keys: train_micro",
         "optimizer states  sharded",
         "step     8/8",
         "step     4/8  held-out loss",
@@ -311,7 +311,7 @@ def test_without_matplotlib_the_job_trains_and_says_how_to_get_the_curve(
     process = start(*flags, "--out", str(tmp_path / "run"))
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
-    assert "no loss curve" in stdout
+    assert "no plot: matplotlib" in stdout
     assert "pip install 'onefold[plots]'" in stdout
     assert "the trained weights were not saved (--no-save)" in stdout
     written = {"metrics.jsonl", "summary.json", "run.jsonl", "report.html", "settings.json"}
@@ -468,7 +468,7 @@ def test_every_line_comes_once_an_epoch_whatever_the_ranks(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"body": "x", "number": 3}, r"has body \(string\), number \(number\)\. A row needs text"),
+        ({"body": "x", "number": 3}, r"has body \(string\), number \(number\)\. Give text"),
         ([1], "expected an object, .* not array"),
         ({}, "has nothing"),
         ({"text": None}, r"has text \(null\)"),

@@ -130,7 +130,7 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
     except OSError:
         raise
     except Exception as error:
-        raise RefusedPickle(f"{path}: {_what_is_wrong(error)}; refused, nothing was executed") from error
+        raise RefusedPickle(f"{path}: {_what_is_wrong(error)}. The file is refused; nothing was executed.") from error
 
 
 def _require(fine: object, what: str) -> None:
@@ -144,7 +144,7 @@ def _what_is_wrong(error: Exception) -> str:
     # torch wraps the reason in advice on how to load untrusted files.
     text = str(error.__context__ or error if isinstance(error, pickle.UnpicklingError) else error)
     if name := re.search(r"GLOBAL (\S+)", text):
-        return f"asks for {name[1]}: not plain data or a tensor"
+        return f"requests {name[1]}: not plain data or a tensor"
     return f"damaged: {type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
@@ -153,20 +153,20 @@ def _check_archive(file: Path) -> tuple[set[int], int]:
     with os.fdopen(open_regular(file), "rb") as opened:
         if opened.read(4) != b"PK\x03\x04":
             raise RefusedPickle(
-                "not a zip file as torch.save writes it. Formats before torch 1.6 (also written with "
-                "_use_new_zipfile_serialization=False) are not read: save it again where it is trusted"
+                "not a zip file of torch.save. Formats before torch 1.6 (also written with "
+                "_use_new_zipfile_serialization=False) are not supported: save the file again where it is trusted"
             )
         try:
             with zipfile.ZipFile(opened) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-            raise RefusedPickle(f"not a whole zip file: {error}; truncated?") from error
+            raise RefusedPickle(f"not a complete zip file (truncated?): {error}") from error
     pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise RefusedPickle("not as torch.save writes it: no single data.pkl")
+        raise RefusedPickle("not a file of torch.save: it must have one data.pkl")
     packed = [info.filename for info in infos if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1]
     if packed:
-        raise RefusedPickle(f"entry {packed[0]!r} is not stored as it is, as torch.save does")
+        raise RefusedPickle(f"not a file of torch.save: entry {packed[0]!r} is compressed or encrypted")
     return {info.file_size for info in infos}, pickles[0].file_size
 
 
@@ -191,7 +191,7 @@ class _Plain:
             return value.detach()
         self._num_containers += 1
         if depth >= MAX_DEPTH or self._num_containers > self._max_containers:
-            raise RefusedPickle("data nested in itself, or too deep")
+            raise RefusedPickle("data is nested in itself, or too deep")
         if kind is argparse.Namespace:
             kind, value = dict, vars(value)
         if kind in (dict, OrderedDict, Counter):

@@ -40,12 +40,12 @@ from onefold.checkpoint.format.shard_files import ShardWriter, Slot
 MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-UNIVERSAL = "this is DeepSpeed's universal format; give the checkpoint that it was converted from"
+UNIVERSAL = "DeepSpeed's universal format is not supported. Give the checkpoint that it was converted from"
 NOT_READ = {
-    r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*": "experts in files of their own (MoE) are not read",
-    r"layer_\d+-.*": "the layers of a pipeline are not read",
+    r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*": "files of experts (MoE) are not supported",
+    r"layer_\d+-.*": "pipeline parallelism is not supported",
     r"zero": UNIVERSAL,
-    r"offloaded_tensors": "optimizer states on NVMe are not read; save without that offload",
+    r"offloaded_tensors": "optimizer states on NVMe are not supported. Save without NVMe offload",
 }
 # DeepSpeed's stages, and whether each parameter is partitioned separately.
 SLICED = {1: False, 2: False, 3: True}
@@ -130,7 +130,7 @@ def read_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> D
     try:
         return _build(where, _open(where))
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: not as DeepSpeed writes it: {error!r}") from error
+        raise ValueError(f"{where}: not in DeepSpeed's format: {error!r}") from error
 
 
 def _build(folder: Path, files: _Files) -> DeepSpeedCheckpoint:
@@ -159,10 +159,10 @@ def _find(folder: Path, tag: str | None) -> Path:
             return folder
         if not (folder / "latest").is_file():
             universal = (folder / "latest_universal").is_file()
-            raise ValueError(f"{folder}: {UNIVERSAL if universal else 'has no file `latest` that names a checkpoint'}")
+            raise ValueError(f"{folder}: {UNIVERSAL if universal else 'the file `latest` names no checkpoint'}")
         tag = read_small(folder / "latest", MAX_TAG_BYTES).decode().strip()
     if tag in ("", "..") or Path(tag).name != tag or not (folder / tag).is_dir():
-        raise ValueError(f"{folder}: has no checkpoint {tag!r}")
+        raise ValueError(f"{folder}: no checkpoint {tag!r}")
     return folder / tag
 
 
@@ -224,9 +224,9 @@ class _Files:
 def _open(folder: Path) -> _Files:
     model_files, optimizer_files = _classify(folder)
     if not optimizer_files and (folder / NAME).is_file():
-        raise ValueError(f"{folder}: a checkpoint of onefold's already; engine.load_checkpoint loads it as it is")
+        raise ValueError(f"{folder} is already a checkpoint of onefold. Load it with engine.load_checkpoint.")
     if not optimizer_files:
-        raise ValueError(f"{folder}: has no *_optim_states.pt: not of ZeRO stage 1, 2 or 3")
+        raise ValueError(f"{folder}: not a checkpoint of ZeRO stage 1, 2 or 3, because it has no *_optim_states.pt")
     first = optimizer_files[min(optimizer_files)]
     optimizer = _read_dict(first)["optimizer_state_dict"]
     stage, world_size = _stage(optimizer, first), _world_size(optimizer, first)
@@ -235,9 +235,9 @@ def _open(folder: Path) -> _Files:
     model = _read_dict(model_files[0])
     degrees = [model.get("mp_world_size", 1), *model.get("checkpoint_parallel_dimensions", {}).values()]
     if any(degree != 1 for degree in degrees):
-        raise ValueError(f"{model_files[0]}: tensor or pipeline parallelism is not read, only data parallelism")
+        raise ValueError(f"{model_files[0]}: tensor and pipeline parallelism are not supported, only data parallelism")
     if any(key in model for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
-        raise ValueError(f"{model_files[0]}: experts (MoE) are not read")
+        raise ValueError(f"{model_files[0]}: experts (MoE) are not supported")
     others = [_read_dict(optimizer_files[rank])["optimizer_state_dict"] for rank in range(1, world_size)]
     by_rank = [[files[rank] for rank in sorted(files)] for files in (model_files, optimizer_files)]
     return _Files(stage, by_rank[0], by_rank[1], model, [optimizer, *others])
@@ -254,19 +254,19 @@ def _classify(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
             if match := kind.fullmatch(file.name):
                 rank = int(match[1] or 0)
                 if int(match[2]) > 0:
-                    raise ValueError(f"{file}: model parallelism is not read, only data parallelism")
+                    raise ValueError(f"{file}: model parallelism is not supported, only data parallelism")
                 if rank in by_rank:
-                    raise ValueError(f"{folder}: two checkpoints in one: {by_rank[rank].name} and {file.name}")
+                    raise ValueError(f"{folder}: files of two checkpoints: {by_rank[rank].name} and {file.name}")
                 by_rank[rank] = file
     return found
 
 
 def _check_ranks(folder: Path, what: str, files: dict[int, Path], count: int) -> None:
     missing, more = sorted(set(range(count)) - set(files)), sorted(set(files) - set(range(count)))
-    for ranks, why in ((missing, "are missing"), (more, "are of another run")):
+    for ranks, why in ((missing, "are missing"), (more, "belong to another run")):
         if ranks:
             these = ", ".join(map(str, ranks))
-            raise ValueError(f"{folder}: should have {count} *_{what}.pt, but those of ranks {these} {why}")
+            raise ValueError(f"{folder}: expected {count} *_{what}.pt, but those of ranks {these} {why}")
 
 
 def _read_dict(file: Path) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _stage(optimizer: dict[str, Any], file: Path) -> int:
         (value,) = stage.args
         stage = STAGES.get(value, value)
     if stage not in SLICED:
-        raise ValueError(f"{file}: ZeRO stage {stage!r} is not read, only 1, 2 and 3")
+        raise ValueError(f"{file}: ZeRO stage {stage!r} is not supported, only 1, 2 and 3")
     return int(stage)
 
 
@@ -289,16 +289,16 @@ def _world_size(optimizer: dict[str, Any], file: Path) -> int:
     counts = optimizer.get("partition_count")
     counts = counts if isinstance(counts, list) and counts else [counts]
     if not all(type(count) is int and 0 < count < 2**20 for count in counts):
-        raise ValueError(f"{file}: partition_count is {counts}, which is no number of ranks")
+        raise ValueError(f"{file}: partition_count is {counts}, not a number of ranks")
     if len(set(counts)) > 1:
-        raise ValueError(f"{file}: groups are cut over {counts} ranks: experts (MoE) are not read")
+        raise ValueError(f"{file}: groups are sharded over {counts} ranks, but experts (MoE) are not supported")
     return int(counts[0])
 
 
 def _shapes(found: dict[str, Any]) -> dict[str, Shape]:
     for name, shape in found.items():
         if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"{name!r} should have a shape, not {shape!r}")
+            raise ValueError(f"{name!r} must have a shape, not {shape!r}")
     return {name: tuple(shape) for name, shape in found.items()}
 
 
@@ -317,7 +317,7 @@ def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTenso
     # If padding was written, the partitions of all ranks have the same size.
     fits = set(sizes) == {end} if sliced else 0 <= sum(sizes) - end < 2 * files.world_size
     if not fits or {len(optimizer[key]) for optimizer in files.optimizers} != {len(files.shapes)}:
-        raise ValueError(f"{files.optimizer_files[0]}: ranks hold {sizes} masters, where {end} belong to parameters")
+        raise ValueError(f"{files.optimizer_files[0]}: ranks have {sizes} master elements, parameters {end}")
     names = {name: None for rank in range(files.world_size) for name in files.states(rank, index) if name != "step"}
     states = {name: _read_states(files, index, name, sizes) for name in names}
 
@@ -334,7 +334,7 @@ def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> 
         state = files.states(rank, index).get(name)
         padding = 0 if files.sliced else files.optimizers[rank]["group_paddings"][index]
         if not isinstance(state, torch.Tensor) or tuple(state.shape) not in {(size,), (size + padding,)}:
-            what = f"the optimizer's {name!r} is not one number for each of {size} elements: not read"
+            what = f"optimizer state {name!r} does not have one number for each of {size} elements"
             raise ValueError(f"{files.optimizer_files[rank]}: {what}")
         found.append(state)
     return found
@@ -356,14 +356,14 @@ def _read_untrained(files: _Files) -> tuple[dict[str, PartitionedTensor], dict[s
         sliced = files.sliced and name in frozen
         parts = fragments if sliced or whole is None else [whole]
         if name.endswith("_extra_state") or not all(isinstance(part, torch.Tensor) for part in parts):
-            raise ValueError(f"{files.model_files[0]}: {name!r} is not a weight: extra states of modules are not read")
+            raise ValueError(f"{files.model_files[0]}: {name!r} is an extra state of a module, which is not supported")
         shape, dtype = frozen.get(name, tuple(parts[0].shape)), parts[0].dtype
         lost = files.sliced and not sliced and name not in files.buffers and parts[0].numel() == 0
         share = -(-math.prod(shape) // len(parts))
         if lost or any(part.numel() != share for part in parts):
-            raise ValueError(f"{files.model_files[0]}: DeepSpeed saved only a part of {name!r}")
+            raise ValueError(f"{files.model_files[0]}: {name!r} is incomplete")
         if whole is not None and whole.dtype is not dtype:
-            raise ValueError(f"{files.model_files[0]}: {name!r} was saved as {dtype}: quantized weights are not read")
+            raise ValueError(f"{files.model_files[0]}: {name!r} is quantized ({dtype}), which is not supported")
         found[name] = PartitionedTensor(f"model/{name}", dtype, shape, parts, 0, sliced)
     return found, aliases
 
@@ -401,7 +401,7 @@ def _num_steps(files: _Files, otherwise: int) -> int:
     all_states = [files.states(rank, index) for rank in range(files.world_size) for index in range(len(files.shapes))]
     steps = {int(states["step"]) for states in all_states if "step" in states}
     if len(steps) > 1:
-        raise ValueError(f"{files.optimizer_files[0].parent}: files of different steps: {sorted(steps)}")
+        raise ValueError(f"{files.optimizer_files[0].parent}: the files belong to different steps: {sorted(steps)}")
     # Older versions of DeepSpeed count steps in the groups. Newer ones store 0 there.
     counts = [group["step"] for group in files.groups if "step" in group]
     otherwise = files.optimizers[0].get("base_optimizer_state_step", otherwise)
@@ -443,7 +443,7 @@ def import_deepspeed(
     found = read_checkpoint(source, tag)
     save_dir, name = Path(os.path.abspath(out)), check_tag(found.folder.name)
     if is_deepspeeds(save_dir / name):
-        raise CheckpointError(f"{save_dir / name} holds DeepSpeed's files: take another folder for OUT")
+        raise CheckpointError(f"{save_dir / name} contains files of DeepSpeed. Give another folder for OUT.")
     client_state, left_out = _plain(found.state["client_state"])
     state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]

@@ -51,7 +51,7 @@ def read_small(path: Path, most: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = file.read(most + 1) if size <= most else b""
     if max(size, len(data)) > most:
-        raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, more than the {most} that it may", str(path))
+        raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, more than the limit of {most}", str(path))
     return data
 
 
@@ -112,7 +112,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def check_text(value: Any, where: str) -> str:

@@ -67,7 +67,7 @@ def check_tag(tag: object) -> str:
     if not plain or len(name.encode()) > 200:
         raise CheckpointError(f"tag {name!r} must be a plain folder name")
     if name == LATEST:
-        raise CheckpointError("tag 'latest' is the name of the file that names the latest checkpoint. Use another tag")
+        raise CheckpointError("tag 'latest' is reserved for the file of that name. Use another tag.")
     return name
 
 
@@ -219,7 +219,7 @@ def examine(folder: Path) -> FoundCheckpoint:
     try:
         manifest = Manifest.read(folder)
     except (CheckpointError, OSError) as error:
-        hint = f"; it is DeepSpeed's: onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
+        hint = f". It is DeepSpeed's: use onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
         return FoundCheckpoint(folder.name, folder, None, (f"{error}{hint}",))
     problems = tuple(_file_problems(folder, manifest))
     gone = removal(folder, manifest) if problems else ""
@@ -234,12 +234,12 @@ def removal(folder: Path, manifest: Manifest) -> str:
         if (folder / NAME).exists():  # damaged, but not removed
             return ""
         return (
-            f"{folder} was removed while it was read: by a job's retention (checkpoint.keep_last), or by onefold ckpt "
-            "rm. Read one that stays, or keep more (checkpoint.keep_last, keep_every)"
+            f"{folder} was removed while it was read, by a job (checkpoint.keep_last) or by onefold ckpt rm. "
+            "Read another checkpoint, or keep more (checkpoint.keep_last, keep_every)."
         )
     if now.data_folders == manifest.data_folders:
         return ""
-    return f"{folder} was replaced while it was read: its tag was saved to again. Read it again"
+    return f"{folder} was replaced by a new save while it was read. Read it again."
 
 
 def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -249,16 +249,16 @@ def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             with os.fdopen(open_regular(path), "rb", buffering=0) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size != file.nbytes:
-                    yield f"{path}: {size} bytes, {file.nbytes} were written: truncated or overwritten"
+                    yield f"{path}: truncated or overwritten: it has {size} bytes, but {file.nbytes} were written"
                     continue
                 header = memoryview(bytearray(file.header_bytes))
                 read_into(opened.fileno(), header, 0)
             if checksum(header) != file.header_checksum:
-                yield f"{path}: the header is damaged: its checksum does not fit"
+                yield f"{path}: the header is damaged: its checksum does not match"
         except FileNotFoundError:
-            yield f"{path}: is missing"
+            yield f"{path} is missing"
         except OSError as error:
-            yield f"{path}: cannot be read: {reason(error)}"
+            yield f"{path} cannot be read: {reason(error)}"
 
 
 def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
@@ -282,7 +282,7 @@ def read_latest(save_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{save_dir / LATEST}: does not name a checkpoint: {reason(error)}") from None
+        raise CheckpointError(f"{save_dir / LATEST} does not name a checkpoint: {reason(error)}") from None
 
 
 def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
@@ -292,7 +292,7 @@ def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
     except CheckpointError as error:
         return None, str(error)
     if latest is not None and not (save_dir / latest).is_dir():
-        return latest, f"{save_dir / LATEST}: names {latest}, which is not there"
+        return latest, f"{save_dir / LATEST} names {latest}, which does not exist"
     return latest, None
 
 

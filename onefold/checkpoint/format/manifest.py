@@ -104,7 +104,7 @@ class StoredTensor:
         tree = check_object(tree, where, "dtype", "shape", "parts")
         dtype = DTYPES.get(check_text(tree["dtype"], f"{where}.dtype"))
         if dtype is None:
-            raise ValueError(f"{where}.dtype: {tree['dtype']!r} is no dtype of safetensors")
+            raise ValueError(f"{where}.dtype: {tree['dtype']!r} is not a dtype of safetensors")
         shape = tuple(check_whole(size, f"{where}.shape") for size in check_list(tree["shape"], f"{where}.shape"))
         if len(shape) > MAX_DIMS:
             raise ValueError(f"{where}.shape has {len(shape)} dimensions, more than {MAX_DIMS}")
@@ -209,7 +209,7 @@ class Manifest:
         }
         text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         if len(text) > MAX_BYTES - _HEAD_BYTES - 2:
-            raise ValueError(f"a manifest of {len(text)} bytes: it may have {MAX_BYTES}. Keep large data in tensors")
+            raise ValueError(f"the manifest has {len(text)} bytes, more than {MAX_BYTES}. Store large data in tensors.")
         return (_HEAD % checksum(text)).encode() + text + b"}\n"
 
     @staticmethod
@@ -219,23 +219,23 @@ class Manifest:
         try:
             text = read_small(path, MAX_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{folder}: has no {NAME}: nothing was published there") from None
+            raise CheckpointError(f"{folder}: not a published checkpoint, because {NAME} is missing") from None
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
         body = text[_HEAD_BYTES:-2]
         if text[:_HEAD_BYTES] != (_HEAD % checksum(body)).encode() or text[-2:] != b"}\n":
-            raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not fit its text")
+            raise CheckpointError(f"{path}: the manifest is damaged: its checksum does not match")
         try:
             return _from_tree(parse_json(body))
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a manifest that this onefold reads: {error}") from error
+            raise CheckpointError(f"{path}: not a manifest that this version of onefold supports: {error}") from error
 
 
 def _from_tree(tree: Any) -> Manifest:
     tree = check_object(tree, "the manifest", "format", "version", "range_bytes")
     known = {"format": FORMAT, "version": VERSION, "range_bytes": RANGE_BYTES}
     if any(type(tree[key]) is not type(value) or tree[key] != value for key, value in known.items()):
-        raise ValueError(f"it has {spell({key: tree[key] for key in known})}; this onefold reads {known}")
+        raise ValueError(f"it has {spell({key: tree[key] for key in known})}; this version supports {known}")
     names = [field.name for field in fields(Manifest)]
     tree = check_object(tree, "the manifest", *names)
     for key in ("tag", "saved", "writer"):
@@ -256,7 +256,7 @@ def _from_tree(tree: Any) -> Manifest:
                 raise ValueError(f"tensors.{name}: a part is in file {part.file}, which is not listed")
             file = files[part.file]
             if not file.header_bytes <= part.offset <= file.nbytes - nbytes:
-                raise ValueError(f"tensors.{name}: {nbytes} bytes at {part.offset} do not lie in {file.name}")
+                raise ValueError(f"tensors.{name}: {nbytes} bytes at {part.offset} are outside {file.name}")
     check_whole(tree["global_steps"], "global_steps")
     check_whole(tree["world_size"], "world_size", least=1)
     for key in ("parameters", "aliases"):
@@ -273,7 +273,7 @@ def _check_names(manifest: Manifest) -> None:
     """Check that every parameter is stored or left out, and that every alias refers to such a parameter."""
     for name in manifest.left_out:
         if check_text(name, "left_out") not in manifest.parameters or manifest.parameters[name] is not None:
-            raise ValueError(f"left_out: {name!r} is no frozen parameter")
+            raise ValueError(f"left_out: {name!r} is not a frozen parameter")
     left_out = set(manifest.left_out)
     known = left_out | {name.removeprefix("model/") for name in manifest.tensors if name.startswith("model/")}
     for name in manifest.parameters:
@@ -281,12 +281,12 @@ def _check_names(manifest: Manifest) -> None:
             raise ValueError(f"parameters: {name!r} is neither stored nor left out")
     for alias, name in manifest.aliases.items():
         if check_text(name, f"aliases.{alias}") not in known or f"model/{alias}" in manifest.tensors:
-            raise ValueError(f"aliases: {alias!r} stands for {name!r}; the latter alone must be stored")
+            raise ValueError(f"aliases: {alias!r} is tied to {name!r}; only the latter may be stored")
     for name in manifest.tensors:
         if name.startswith("optimizer/"):
             trained = name.removeprefix("optimizer/").rpartition("/")[0]
             if manifest.parameters.get(trained) is None:
-                raise ValueError(f"tensors: {name!r} is a state of what is no trained parameter")
+                raise ValueError(f"tensors: {name!r} is not the state of a trained parameter")
 
 
 def _check_state(manifest: Manifest) -> None:
@@ -346,7 +346,7 @@ def check_decoded_state(state: Any, where: str) -> None:
     if len(scale) > 1:  # a dynamic loss scale
         for key, least in (("remaining_hysteresis", 0), ("iteration", 0), ("last_overflow_iteration", -1)):
             if key not in scale:
-                raise ValueError(f"loss_scale lacks {key}")
+                raise ValueError(f"loss_scale has no {key}")
             check_whole(scale[key], f"loss_scale.{key}", least)
 
 

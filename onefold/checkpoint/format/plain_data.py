@@ -73,7 +73,7 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> An
     if tree is None or kind in (bool, int, float, str):
         return tree
     if depth > MAX_DEPTH + MAX_LEAF_DEPTH:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"more than {MAX_DEPTH} levels of nesting")
     if kind is list:
         return [decode(item, tensors, depth + 1) for item in tree]
     if kind is not dict or any(type(key) is not str for key in tree):
@@ -95,12 +95,12 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> An
 
 def _tensor(tag: str, name: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if type(name) is not str or name not in tensors:
-        raise ValueError(f"{tag}: there is no tensor {name!r}")
+        raise ValueError(f"{tag}: no tensor {name!r}")
     tensor = tensors[name]
     if tag == "$tensor":
         return tensor
     if tensor.dtype is not torch.float64 or tensor.shape[-1:] != (2,):
-        raise ValueError(f"{tag}: tensor {name!r} does not hold pairs of float64")
+        raise ValueError(f"{tag}: tensor {name!r} does not contain pairs of float64")
     return torch.view_as_complex(tensor)
 
 
@@ -143,7 +143,7 @@ def _build(tag: str, content: Any) -> Any:
                 scalar = np.dtype(dtype).type(value)
             if repr(scalar.item()) == repr(value):
                 return scalar
-    raise ValueError(f"it holds {spell(content)}. Was this written by another version?")
+    raise ValueError(f"unknown content {spell(content)}, perhaps of another version")
 
 
 def _unique(content: list[Any]) -> dict[Any, Any]:
@@ -189,13 +189,13 @@ class _Encoder:
         if isinstance(value, torch.Tensor | np.ndarray) and _why_not_stored(value) is None:
             return self._store(value)
         if kind not in _CONTAINERS:
-            what = f"{_describe(value)} cannot be saved; checkpoints hold plain data and tensors only"
+            what = f"{_describe(value)} cannot be saved: checkpoints contain only plain data and tensors"
             return self._refuse(f"{what}. {_hint(value)}")
         if id(value) in self._open:
             around = _spell_path(self._trail[: self._open[id(value)]])
-            return self._refuse(f"this is {around} again; data that contains itself cannot be saved")
+            return self._refuse(f"the same object as {around}, but data that contains itself cannot be saved")
         if depth >= MAX_DEPTH:
-            return self._refuse(f"nested more than {MAX_DEPTH} levels of JSON deep, which cannot be saved")
+            return self._refuse(f"more than {MAX_DEPTH} levels of JSON cannot be saved")
         self._open[id(value)] = len(self._trail)
         tree = self._encode_container(value, depth)
         del self._open[id(value)]
@@ -247,11 +247,11 @@ class _Encoder:
 # -- hints for values that cannot be saved -----------------------------------------------------------------------------
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
-_CODE_HINT = "It is code; save a name that your script looks up"
+_CODE_HINT = "It is code. Save a name that your script looks up instead"
 _HINTS: tuple[tuple[Callable[[Any], bool] | type | tuple[type, ...], str], ...] = (
     (enum.Enum, "Save its .value instead"),
     (np.generic, "Save its item() instead"),
-    (defaultdict, "Its factory is code; save dict() of it instead"),
+    (defaultdict, "Its factory is code. Save dict() of it instead"),
     (lambda value: isinstance(value, tuple) and hasattr(value, "_asdict"), "Save its _asdict() instead"),
     (dataclasses.is_dataclass, "Save dataclasses.asdict() of it instead"),
     (lambda value: hasattr(type(value), "state_dict"), "Save its state_dict() instead"),
@@ -265,13 +265,13 @@ _HINTS: tuple[tuple[Callable[[Any], bool] | type | tuple[type, ...], str], ...] 
     (slice, "Save its start, stop and step instead"),
     (range, "Save list() of it instead"),
     (bytearray, "Save bytes() of it instead"),
-    (lambda value: type(value) is str, 'It has surrogates; save its encode("utf-8", "surrogatepass") instead'),
-    (Iterator, "Save a list of what it yields instead"),
+    (lambda value: type(value) is str, 'It has surrogates. Save its encode("utf-8", "surrogatepass") instead'),
+    (Iterator, "Save list() of it instead"),
     (Mapping, "Save dict() of it instead"),
     *((plain, f"Save {plain.__name__}() of it instead")
       for plain in (str, int, float, complex, bytes, list, tuple, set, frozenset)),
     (callable, _CODE_HINT),
-    (lambda value: hasattr(value, "__dict__"), "Save the plain values it holds instead, such as vars() of it"),
+    (lambda value: hasattr(value, "__dict__"), "Save its plain values instead, such as vars() of it"),
 )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def _hint(value: Any) -> str:
     fits = (
         hint for test, hint in _HINTS if (isinstance(value, test) if isinstance(test, type | tuple) else test(value))
     )
-    return _CODE_HINT if isinstance(value, _CODE) else next(fits, "Save the plain values it holds instead")
+    return _CODE_HINT if isinstance(value, _CODE) else next(fits, "Save its plain values instead")
 
 
 def _why_not_stored(value: Any) -> str | None:
@@ -298,17 +298,17 @@ def _why_not_stored(value: Any) -> str | None:
         if type(value) is not np.ndarray:
             return "Save numpy.array() of it instead"
         if value.dtype.name not in NUMBERS:
-            return f"It holds no numbers but {value.dtype}; save its tolist() instead"
+            return f"Its dtype is {value.dtype}, not a number. Save its tolist() instead"
         return None if value.dtype.isnative else 'Save its astype(array.dtype.newbyteorder("=")) instead'
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         method = next((name for name in ("full_tensor", "dequantize") if name in vars(type(value))), None)
         return f"Save its {method}() instead" if method else "Save it as a plain torch.Tensor instead"
     if value.is_meta:
-        return "It is on the meta device and holds no numbers"
+        return "It is on the meta device and has no values"
     if value.layout is not torch.strided or value.is_nested:
         return "Save its to_dense() instead"
     is_stored = value.dtype in DTYPE_NAMES or value.dtype is torch.complex128
-    return None if is_stored else f"There is no {value.dtype} in safetensors; save it in another dtype"
+    return None if is_stored else f"safetensors does not support {value.dtype}. Save it in another dtype"
 
 
 def _spell_path(trail: list[str | tuple[Any]]) -> str:

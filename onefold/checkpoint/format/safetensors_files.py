@@ -69,8 +69,8 @@ def find(path: Path) -> Path:
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{path}: which of {', '.join(file.name for file in found)}?")
-    raise ValueError(f"{path}: holds no .safetensors file")
+            raise ValueError(f"{path} has several files. Name one of {', '.join(file.name for file in found)}.")
+    raise ValueError(f"{path}: no .safetensors file")
 
 
 def is_plain(file_name: str) -> bool:
@@ -99,7 +99,7 @@ def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], di
     infos = {name: _check_entry(f"{file}: tensor {name!r}", info, num_bytes) for name, info in header.items()}
     for name, (_, _, start, stop) in sorted(infos.items(), key=lambda item: item[1][2:]):
         if start != end:
-            raise ValueError(f"{file}: tensor {name!r} begins at {start}, where the one before it ends at {end}")
+            raise ValueError(f"{file}: tensor {name!r} begins at {start}, but the previous one ends at {end}")
         end = stop
     if end != num_bytes:
         raise ValueError(f"{file}: {num_bytes} bytes of data, but its tensors end at {end}")
@@ -122,7 +122,7 @@ def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tu
             raise ValueError(f"{where}: {key} must be whole numbers from 0 to 2**63 - 1, not {numbers}")
     shape, offsets = tuple(info["shape"]), info["data_offsets"]
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= num_bytes:
-        raise ValueError(f"{where}: data_offsets {offsets} do not lie in {num_bytes} bytes of data; truncated?")
+        raise ValueError(f"{where}: data_offsets {offsets} are outside the {num_bytes} bytes of data (truncated?)")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{where}: data_offsets {offsets} do not fit {dtype} of shape {list(shape)}")
     return dtype, shape, offsets[0], offsets[1]
@@ -149,7 +149,7 @@ def read_index(path: Path) -> dict[str, str]:
     """Read an index, and return the file name of each tensor."""
     weight_map = _parse(read_small(path, MAX_HEADER_BYTES), path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{path}: has no weight_map from tensors to files")
+        raise ValueError(f"{path}: no weight_map from tensors to files")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not is_plain(file_name):
             raise ValueError(
@@ -202,14 +202,14 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
             if file_name not in headers:
                 headers[file_name] = self._open_file(self.path.parent / file_name)
             if name not in headers[file_name]:
-                raise ValueError(f"{self.path}: {name!r} should be in {file_name!r}, which has no such tensor")
+                raise ValueError(f"{self.path}: {name!r} is not in {file_name!r}, which the index names")
             self._entries[name] = headers[file_name][name]
 
     def _open_file(self, file: Path) -> dict[str, TensorEntry]:
         try:
             descriptor = self._descriptors[file] = open_regular(file)
         except (OSError, UnicodeError) as error:
-            why = f"cannot read the file {file.name!r} in the same folder: {reason(error)}"
+            why = f"the file {file.name!r} in the same folder cannot be read: {reason(error)}"
             raise ValueError(f"{self.path}: {why}") from error
         entries, metadata = read_header(descriptor, file)
         self.metadata |= metadata
@@ -253,7 +253,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         got = read_into(self._descriptors[entry.file], bytes_of(out), offset)
         self.bytes_read += got
         if got < out.nbytes:
-            raise ValueError(f"{entry.file}: {name!r} is cut short: the file was truncated after it was opened")
+            raise ValueError(f"{entry.file}: {name!r} is incomplete: the file was truncated after it was opened")
 
     def close(self) -> None:
         while self._descriptors:
@@ -364,7 +364,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one whole tensor, from any device, cast to the dtype of its entry."""
         if not self._open:
-            raise ValueError(f"{self.folder}: this writer is closed")
+            raise ValueError(f"{self.folder}: the writer is closed")
         if name not in self._missing:
             why = "was already written" if name in self._entries else "is not among the entries"
             if name in self._aliases:
@@ -372,7 +372,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
             raise ValueError(f"{self.folder}: {name!r} {why}")
         entry = self._entries[name]
         if tensor.shape != entry.shape:
-            raise ValueError(f"{self.folder}: {name!r} has shape {tuple(tensor.shape)}, its entry says {entry.shape}")
+            raise ValueError(f"{self.folder}: {name!r} has shape {tuple(tensor.shape)}, its entry {entry.shape}")
         _check_cast(name, tensor.dtype, entry.dtype)
         tile = torch.empty(min(TILE, entry.numel), dtype=entry.dtype)
         with entry.file.open("r+b") as file:
@@ -387,7 +387,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
             return
         if self._missing:
             self.discard()
-            raise ValueError(f"{self.folder}: never written: {', '.join(map(repr, self._missing))}")
+            raise ValueError(f"{self.folder}: tensors were not written: {', '.join(map(repr, self._missing))}")
         self._open = False
         self._files.publish()
 
@@ -406,11 +406,11 @@ def _check_entries(entries: Iterable[Entry], metadata: dict[str, str], aliases: 
         if name in shapes or name == "__metadata__":
             raise ValueError(f"{name!r} is {'given twice' if name in shapes else 'reserved'}")
         if dtype not in DTYPE_NAMES:
-            raise ValueError(f"{name!r}: safetensors files do not hold {dtype}")
+            raise ValueError(f"{name!r}: safetensors does not support {dtype}")
         shapes[name] = dtype, tuple(int(size) for size in shape)
     for alias, stored in aliases.items():
         if stored not in shapes or alias in shapes or alias in metadata:
-            raise ValueError(f"alias {alias!r} of {stored!r}: the latter alone must be an entry, the former a new name")
+            raise ValueError(f"alias {alias!r} of {stored!r}: the alias must be a new name, and {stored!r} an entry")
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError(f"metadata must map strings to strings: {metadata!r}")
     return shapes
@@ -431,7 +431,7 @@ def _cut(sizes: Mapping[str, int], limit: int) -> list[dict[str, None]]:
 
 def _check_cast(name: str, source: torch.dtype, target: torch.dtype) -> None:
     if not torch.can_cast(source, target):
-        raise ValueError(f"{name!r}: {source} is not cast to {target}")
+        raise ValueError(f"{name!r}: {source} cannot be cast to {target}")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

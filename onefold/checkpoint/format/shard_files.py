@@ -110,7 +110,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._path = path
         for slot in slots:
             if slot.dtype not in DTYPE_NAMES:
-                raise ValueError(f"{slot.name}: a checkpoint cannot hold {slot.dtype}")
+                raise ValueError(f"{slot.name}: {slot.dtype} cannot be saved")
         self._slots = {slot.entry[0]: slot for slot in slots}
         assert len(self._slots) == len(slots), "a range is written twice"
         shapes = {name: (slot.dtype, slot.entry[1]) for name, slot in self._slots.items()}
@@ -241,7 +241,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     def stored(self, name: str) -> StoredTensor:
         found = self.manifest.tensors.get(name)
         if found is None:
-            raise CheckpointError(f"{self.folder}: holds no tensor {name!r}")
+            raise CheckpointError(f"{self.folder}: no tensor {name!r}")
         return found
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
@@ -277,9 +277,9 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         self.bytes_read += got
         where = f"{file}: {name!r}, bytes {offset} to {offset + len(data)}"
         if got < len(data):
-            raise CheckpointError(f"{where}: the file ends before them: truncated")
+            raise CheckpointError(f"{where}: truncated, the file ends before them")
         if checksum(data) != part.checksums[number]:
-            raise CheckpointError(f"{where}: damaged, the checksum does not fit")
+            raise CheckpointError(f"{where}: damaged, the checksum does not match")
 
     def check_headers(self) -> None:
         """Compare the headers of all files with the manifest: names, dtypes, shapes and offsets. Close the files."""
@@ -301,7 +301,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
     def _unreadable(self, path: Path, error: OSError) -> CheckpointError:
         gone = removal(self.folder, self.manifest)
-        return RemovedError(gone) if gone else CheckpointError(f"{path}: cannot be read: {reason(error)}")
+        return RemovedError(gone) if gone else CheckpointError(f"{path} cannot be read: {reason(error)}")
 
     def _check_header(self, file: int, path: Path) -> None:
         try:
@@ -315,7 +315,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         for name in {**entries, **named}:
             there, here = entries.get(name), named.get(name)
             if there != here:
-                raise CheckpointError(f"{path}: {name!r} is {_spell(there)} there, but {_spell(here)} in the manifest")
+                raise CheckpointError(f"{path}: {name!r} is {_spell(there)}, but {_spell(here)} in the manifest")
         self._checked.add(file)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -41,7 +41,7 @@ class LoadTarget:
 
     @property
     def trained(self) -> list[Member]:
-        return [member for unit in self.units for param in unit.trained for member in param.layout.members]
+        return [member for unit in self.units for param in unit.trained_params for member in param.layout.members]
 
 
 def find_stored(checkpoint: CheckpointReader, names: Collection[str], aliases: Mapping[str, str]) -> dict[str, str]:
@@ -84,16 +84,16 @@ def weight_reads(checkpoint: CheckpointReader, target: LoadTarget, *, strict: bo
             fits = there.dtype == dtype
         if there.shape != shape:
             theirs = list(there.shape)
-            problems.append(f"another shape: {name} is {list(shape)} in the model, {theirs} in the checkpoint")
+            problems.append(f"different shape: {name} is {list(shape)} in the model, {theirs} in the checkpoint")
         elif not fits:
-            problems.append(f"another kind: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
+            problems.append(f"different dtype: {name} is {dtype} in the model, {there.dtype} in the checkpoint")
     if strict:
         unexpected = {*checkpoint.names("model/")} - {*sources.values(), *aliases}
         problems += [f"not in the model: {name}" for name in sorted(unexpected)]
     if problems:
         raise MisfitError(
-            f"{checkpoint.folder} does not fit the model:\n  " + "\n  ".join(problems) + "\nload_module_strict=False "
-            "loads what both have (shapes must agree); or build the model that was saved"
+            f"{checkpoint.folder} does not fit the model:\n  " + "\n  ".join(problems) + "\nBuild the model that was "
+            "saved, or pass load_module_strict=False to load the tensors that both have (shapes must agree)."
         )
     return list(_fitting_reads(checkpoint, target, sources, outside))
 
@@ -134,7 +134,7 @@ def state_reads(
     step.make_states(wanted, {name: loose.get(source, {}) for name, source in sources.items()})
     reads: list[Slot] = []
     problems: dict[str, None] = {}
-    params = [param for unit in target.units for param in unit.trained]
+    params = [param for unit in target.units for param in unit.trained_params]
     # The shard of a flat parameter may consist of padding only, and then has no slots.
     kept = {state for param in params for state in param.spec.states}
     for slot in (slot for param in params for slot in state_slots(param, step, *needed_range(param, step))):
@@ -144,16 +144,16 @@ def state_reads(
         if source not in checkpoint.manifest.tensors:
             problems[f"no {state} of {name}"] = None
         elif checkpoint.stored(source).shape != slot.shape:
-            problems[f"another shape: {state} of {name}"] = None
+            problems[f"different shape: {state} of {name}"] = None
         else:
             reads.append(replace(slot, name=source))
     more = {state for states in wanted.values() for state in states}
     if kept:  # empty on a rank whose shards all consist of padding
-        problems |= dict.fromkeys(f"{step.name} here keeps no {state}" for state in sorted(more - kept))
+        problems |= dict.fromkeys(f"{step.name} has no {state}" for state in sorted(more - kept))
     if problems and strict:
         raise MisfitError(
-            f"{checkpoint.folder} has other optimizer states than {step.name} keeps:\n  " + "\n  ".join(problems)
-            + "\nload_optimizer_states=False starts them anew; load_module_strict=False takes those that both have"
+            f"{checkpoint.folder} has other optimizer states than {step.name}:\n  " + "\n  ".join(problems)
+            + "\nPass load_optimizer_states=False to reset them, or load_module_strict=False to load the common ones."
         )  # fmt: skip
     return reads
 
@@ -236,10 +236,10 @@ def check_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str,
     """Compare saved hyperparameters with those of the live groups that they replace."""
     for number, (new, group) in enumerate(zip(saved, live, strict=True)):
         if new and "lr" in group and "lr" not in new:
-            raise ValueError(f"state.optimizer.groups, for group {number} here: lacks lr")
+            raise ValueError(f"state.optimizer.groups, for group {number}: lr is missing")
         for key, value in new.items():
             if key in group and not (value is None and key in _LEFT_TO_TORCH):
-                _check_like(value, group[key], f"state.optimizer.groups, for group {number} here: {key}")
+                _check_like(value, group[key], f"state.optimizer.groups, for group {number}: {key}")
 
 
 def check_schedule(saved: Any, schedule: Any) -> None:
@@ -257,7 +257,7 @@ def check_schedule(saved: Any, schedule: Any) -> None:
                 check_whole(saved.get(key), f"state.lr_scheduler.{key}", least=-1)
         hidden = [key for key in saved if isinstance(key, str) and callable(getattr(type(schedule), key, None))]
         if hidden:
-            raise ValueError(f"state.lr_scheduler: {hidden[0]} is a method of {type(schedule).__name__}, and no state")
+            raise ValueError(f"state.lr_scheduler: {hidden[0]} is a method of {type(schedule).__name__}, not a state")
 
 
 def check_taken(saved: Any, taker: Any, groups: Sequence[dict[str, Any]], where: str) -> None:
@@ -272,7 +272,7 @@ def check_taken(saved: Any, taker: Any, groups: Sequence[dict[str, Any]], where:
     try:
         taker.load_state_dict(copy.deepcopy(saved))
     except Exception as error:
-        raise ValueError(f"{where} is not taken by {type(taker).__name__}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{where} is rejected by {type(taker).__name__}: {type(error).__name__}: {error}") from error
     finally:
         _put_back(vars(taker), attributes)
         taker.load_state_dict(before)  # restores nested objects

@@ -151,7 +151,7 @@ class RankShardWriter:
         """Collect the slots of this rank. In a background save, copy the weights and buffers to host memory."""
         steps, request = owner.steps_done(), self.request
         if steps != request.steps:
-            raise SaveError(f"this rank is after step {steps}, but rank 0 saves the state after step {request.steps}")
+            raise SaveError(f"this rank has done {steps} steps, but rank 0 saves the state after {request.steps}")
         slots, own = owner.part_of(request, joined=joined)
         self._own, tensors = plain_data.encode(own, f"rank {self._rank}")
         slots += [Slot.whole(f"rank/{self._rank}/{key}", tensor) for key, tensor in tensors.items()]
@@ -209,7 +209,7 @@ def _await_folder(path: Path) -> None:
     while not path.is_dir():
         if time.monotonic() - started > _VISIBLE_SECONDS:
             raise FileNotFoundError(
-                f"{path} is not there, though rank 0 has made it: save to a file system that all ranks share"
+                f"{path} is missing, but rank 0 has created it. Save to a file system that all ranks share."
             )
         time.sleep(0.05)
 

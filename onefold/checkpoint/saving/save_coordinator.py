@@ -251,7 +251,7 @@ class SaveCoordinator:
                 writer.prepare(owner, joined=True)
                 writer.complete()
         except Exception:
-            logger.exception("rank %d could not join the save of %s", self._rank, writer.request.tag)
+            logger.exception("rank %d cannot join the save of %s", self._rank, writer.request.tag)
 
 
 @contextmanager
@@ -312,7 +312,7 @@ class SavePublisher:
         try:
             header = make_header()
             if steps is None:
-                raise SaveError("the last step failed half-way, so there is no state to save: load the last checkpoint")
+                raise SaveError("the last step failed half-way, so nothing can be saved. Load the last checkpoint.")
             tree, tensors = plain_data.encode(header.state, "state")
             save_dir = os.path.abspath(options.save_dir)
             data = lock.enter_context(folder.new_data_folder(Path(save_dir, folder.check_tag(options.tag))))
@@ -401,7 +401,7 @@ class SavePublisher:
             folder.clean(request.folder.parent)
             self._after_publish(request.folder.parent)
         except OSError as error:
-            logger.warning("checkpoint %s is saved, but old files could not be removed: %s", request.tag, error)
+            logger.warning("checkpoint %s is saved, but old files cannot be removed: %s", request.tag, error)
 
 
 def _read_record(data: Path, rank: int) -> ShardRecord:
@@ -410,11 +410,11 @@ def _read_record(data: Path, rank: int) -> ShardRecord:
         size = (data.parent / record.file.name).stat().st_size
     except FileNotFoundError:
         raise SaveError(
-            f"rank {rank} has written its part, but rank 0 does not see it in {data}: save to a file system that all "
-            "ranks share"
+            f"rank {rank} has written its file, but rank 0 does not find it in {data}. Save to a file system that all "
+            "ranks share."
         ) from None
     if size != record.file.nbytes:
-        raise SaveError(f"rank {rank} wrote {record.file.nbytes} bytes, rank 0 sees {size} of them in {data}")
+        raise SaveError(f"rank {rank} wrote {record.file.nbytes} bytes, but rank 0 finds {size} of them in {data}")
     return record
 
 
@@ -492,5 +492,5 @@ class SaveParticipant:
 
 def _as_request(note: dict[str, Any]) -> SaveRequest:
     if "refused" in note:
-        raise SaveError(f"rank 0 could not save: {note['refused']}")
+        raise SaveError(f"rank 0 cannot save: {note['refused']}")
     return SaveRequest(**note)

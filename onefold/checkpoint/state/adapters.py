@@ -124,6 +124,6 @@ def _merged_name(name: str, modules: Mapping[str, Any]) -> str | None:
 
 def _unsupported(what: str) -> ValueError:
     return ValueError(
-        f"merge_adapters: {what}, which cannot be merged one tensor at a time. LoRA on linear, embedding and "
-        "convolution layers can; for others stream the adapters by themselves (merge_adapters=False)"
+        f"merge_adapters: {what}, which cannot be merged. LoRA on linear, embedding and convolution layers can. "
+        "Pass merge_adapters=False to stream the adapters separately."
     )

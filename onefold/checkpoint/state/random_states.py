@@ -25,7 +25,7 @@ def capture_random_states(device: torch.device) -> dict[str, Any]:
 def check_random_states(state: Any, device: torch.device) -> None:
     """Raise unless all captured states can be restored here. Change nothing."""
     if not isinstance(state, dict) or not {"python", "torch"} <= state.keys() <= {"python", "torch", "numpy", "cuda"}:
-        raise ValueError("the random state must hold python and torch, and may hold numpy and cuda")
+        raise ValueError("the random state must have python and torch, and may have numpy and cuda")
     for name in state.keys() - (set() if _has_cuda(state, device) else {"cuda"}):
         try:
             _try_random_state(name, state[name], device)
@@ -54,18 +54,18 @@ def _try_random_state(name: str, saved: Any, device: torch.device) -> None:
         random.Random().setstate(saved)
         # The generator does not check these values.
         if not all(type(word) is int for word in saved[1]) or not (saved[2] is None or _is_finite(saved[2])):
-            raise ValueError("its words are no whole numbers, or its next normal number is none")
+            raise ValueError("its words are not integers, or its next normal number is not a number")
     elif name == "numpy":
         numpy_random = importlib.import_module("numpy.random")
         kind = type(numpy_random.get_bit_generator())
         if not isinstance(saved, dict) or saved["bit_generator"] != kind.__name__:
-            raise ValueError(f"it is not of a {kind.__name__}, which this process uses")
+            raise ValueError(f"it is not a state of {kind.__name__}, which this process uses")
         if kind is numpy_random.MT19937:  # numpy does not check these values, and would read out of bounds
             key, position, has_next = saved["state"]["key"], saved["state"]["pos"], saved["has_gauss"]
             if key.shape != (624,) or type(position) is not int or not 0 <= position <= 624:
-                raise ValueError(f"a position {position} in words of shape {key.shape}")
+                raise ValueError(f"position {position} is outside its words of shape {key.shape}")
             if type(has_next) is not int or has_next not in (0, 1) or not _is_finite(saved["gauss"]):
-                raise ValueError("its next normal number is none")
+                raise ValueError("its next normal number is not a number")
         numpy_random.RandomState(kind(0)).set_state(saved)
     else:
         generator = torch.Generator(device if name == "cuda" else "cpu")

@@ -100,7 +100,7 @@ def loose_states(units: Sequence[Unit], step: ShardedStep | None) -> dict[str, d
     found: dict[str, dict[str, Any]] = {}
     if step is None:
         return found
-    for param in (param for unit in units for param in unit.trained):
+    for param in (param for unit in units for param in unit.trained_params):
         first = param.store.start
         for start, stop, values in step.loose_states(param.store):
             for member, _, _ in member_ranges(param.layout, first + start, first + stop):

@@ -95,9 +95,9 @@ def stream_weights(
                 client.update_weights(bucket)
     """
     if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes = {bucket_bytes}: give a number of bytes above 0")
+        raise ValueError(f"bucket_bytes = {bucket_bytes} is not positive. Pass a number of bytes above 0.")
     if merge_adapters and exclude_frozen:
-        raise ValueError("merge_adapters=True changes frozen weights: leave exclude_frozen out")
+        raise ValueError("merge_adapters=True changes frozen weights. Leave exclude_frozen out.")
     contents = ModelTensors.of(model, exclude_frozen=exclude_frozen)
     merged = MergedAdapters(model, contents.tensors) if merge_adapters else None
     if merged is not None:
@@ -210,7 +210,7 @@ class _Together:
         if self.error is not None:
             raise self.error
         if failed[0][0]:
-            raise RuntimeError("rank 0 could not save the weights: see its error")
+            raise RuntimeError("rank 0 cannot save the weights. See the error of rank 0.")
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> int:
@@ -237,9 +237,9 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], strict: boo
                     tensor.copy_(values.view(tensor.shape))
             else:
                 handles[handle] = None
-                _read_shard(weights, source, *handle.place_of(tensor))
+                _read_shard(weights, source, *handle.location_of(tensor))
         for handle in handles:
-            handle.tell_written()
+            handle.report_written()
         return weights.bytes_read
 
 
@@ -258,10 +258,10 @@ def _check(contents: ModelTensors, stored: dict[str, str | None], weights: Safet
         shape = tuple(unsharded_shape(contents.tensors[name]))
         there = weights.entry(source).shape if source is not None else shape
         if there != shape:
-            problems.append(f"misshapen: {name} is {shape} in the model, {there} in the file")
+            problems.append(f"different shape: {name} is {shape} in the model, {there} in the file")
     if problems:
         listed = "\n  ".join([f"{weights.path} does not fit the model:", *problems])
-        raise ValueError(f"{listed}\nstrict=False skips what is missing or unexpected")
+        raise ValueError(f"{listed}\nPass strict=False to skip missing and unexpected tensors.")
 
 
 def _read_shard(weights: SafetensorsReader, name: str, param: FlatParam, index: int) -> None:

@@ -188,7 +188,7 @@ class Damage:
         if self.start is not None:
             return f"{self.tensors[0]!r}, bytes {self.start} to {self.stop}: {self.problem}"
         named = ", ".join(self.tensors[:5]) + (", ..." if len(self.tensors) > 5 else "")
-        return self.problem + (f"; it held of {len(self.tensors)} tensors: {named}" if named else "")
+        return self.problem + (f"; {len(self.tensors)} tensors are affected: {named}" if named else "")
 
 
 def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> Iterator[Damage]:
@@ -219,7 +219,7 @@ def _verify_file(
     with opened:
         size = os.fstat(opened.fileno()).st_size
         if size != file.nbytes:
-            yield Damage(str(path), f"{size} bytes, {file.nbytes} were written: truncated or overwritten")
+            yield Damage(str(path), f"truncated or overwritten: it has {size} bytes, but {file.nbytes} were written")
         header = memoryview(bytearray(file.header_bytes))
         if problem := _read(opened.fileno(), header, 0, file.header_checksum):
             yield Damage(str(path), f"the header: {problem}")
@@ -229,7 +229,7 @@ def _verify_file(
             yield from _verify_part(opened.fileno(), path, name, part, itemsize, advance)
             left -= (part.stop - part.start) * itemsize
         if left:
-            yield Damage(str(path), f"the manifest's tensors do not fill it: {left} bytes have no checksum")
+            yield Damage(str(path), f"{left} bytes belong to no tensor of the manifest and have no checksum")
             advance(left)
 
 
@@ -259,4 +259,4 @@ def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> st
         return f"cannot be read: {error.strerror}"
     if got < len(buffer):
         return "truncated, the file ends before them"
-    return "" if checksum(buffer) == expected else "damaged, the checksum does not fit"
+    return "" if checksum(buffer) == expected else "damaged, the checksum does not match"

@@ -65,7 +65,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> fol
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise NoCheckpointError(f"{folder}: there is no such folder")
+        raise NoCheckpointError(f"{folder}: no such folder")
     if tag is None and folders.is_tag_folder(folder):
         return folders.examine(folder)
     for _ in range(TRIES):
@@ -86,8 +86,8 @@ def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
     if candidates:
         return candidates[0]
     if any(folders.is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
-        raise CheckpointError(f"{folder}: its checkpoints are DeepSpeed's: onefold import-deepspeed {folder} OUT")
-    raise NoCheckpointError(f"{folder}: holds no checkpoint")
+        raise CheckpointError(f"{folder} contains checkpoints of DeepSpeed. Run onefold import-deepspeed {folder} OUT.")
+    raise NoCheckpointError(f"{folder} contains no checkpoint")
 
 
 def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
@@ -101,7 +101,7 @@ def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Chec
         found = find_checkpoint(path, tag)
         listed = folders.list_tags(found.folder.parent) if found.problems else []
         others = [other.tag for other in listed if not other.problems]
-        hint = f"; complete checkpoints, which can be requested by tag: {', '.join(others)}" if others else ""
+        hint = f". Complete checkpoints, to request by tag: {', '.join(others)}" if others else ""
         try:
             with CheckpointReader.of(found, hint) as checkpoint:
                 return work(checkpoint)
@@ -174,24 +174,24 @@ def export(
     """
     for given, known, what in ((dtype, (*DTYPES,), "dtype"), (file_format, FORMATS, "file_format")):
         if given not in known:
-            raise ExportError(f"{what} is one of {', '.join(known)}, not {given!r}")
+            raise ExportError(f"{what} must be one of {', '.join(known)}, not {given!r}")
     try:
         limit = _UNCUT if max_shard_size is None else parse_size(max_shard_size)
     except ValueError as error:
         raise ExportError(f"max_shard_size: {error}") from None
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
-        raise ExportError(f"{folder} is a file; weights are written to a folder, which may hold several files")
+        raise ExportError(f"{folder} is a file. Give a folder, to which several files may be written.")
 
     def work(checkpoint: CheckpointReader) -> Exported:
         if folder.resolve().is_relative_to(checkpoint.folder.resolve()):
-            raise ExportError(f"{folder} is inside the checkpoint {checkpoint.folder}: choose a folder outside it")
+            raise ExportError(f"{folder} is inside the checkpoint {checkpoint.folder}. Choose a folder outside it.")
         weights = WeightSelection.of(checkpoint, DTYPES[dtype], exclude_frozen=exclude_frozen)
         if not weights.dtypes:
-            raise ExportError(f"{checkpoint.folder}: nothing is left to export: every weight is frozen")
+            raise ExportError(f"{checkpoint.folder}: every weight is frozen. Leave out exclude_frozen.")
         if checkpoint.manifest.left_out and not exclude_frozen:
             logger.warning(
-                "%s was saved without its frozen parameters, so the export lacks them too: %s",
+                "%s was saved without its frozen parameters, so the export does not contain them: %s",
                 checkpoint.folder,
                 spell_names(checkpoint.manifest.left_out),
             )
@@ -212,7 +212,7 @@ def export(
         write = _write_safetensors if file_format == "safetensors" else _write_bin
         names = write(folder, weights, limit, read)
         if beyond:
-            logger.warning("finite values beyond what %s can hold became infinite in: %s", dtype, spell_names(beyond))
+            logger.warning("values outside the range of %s became infinite in: %s", dtype, spell_names(beyond))
         nbytes = sum(weights.nbytes(name) for name in weights.dtypes)
         return Exported(checkpoint.folder, tuple(folder / name for name in names), len(weights.dtypes), nbytes)
 
@@ -229,7 +229,7 @@ def _write_safetensors(folder: Path, weights: WeightSelection, limit: int, read:
     try:
         writer = SafetensorsWriter(folder, entries, max_shard_size=limit, aliases=weights.aliases)
     except ValueError as error:
-        raise ExportError(f"{folder}: {error}; the format 'bin' can hold it") from error
+        raise ExportError(f"{folder}: {error}. Use the format 'bin'.") from error
     with writer:
         for name in weights.dtypes:
             writer.write(name, read(name))
@@ -249,5 +249,5 @@ def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: ReadTen
             del tensors
         files.write_index(weight_map)
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-        logger.warning("%s also holds model.safetensors, which Hugging Face loads rather than %s", folder, BIN)
+        logger.warning("%s also contains model.safetensors, which Hugging Face loads instead of %s", folder, BIN)
     return files.names

@@ -43,7 +43,7 @@ from onefold.plan import (
     make_plan,
 )
 from onefold.plan.layout import Segment
-from onefold.plan.memory import OffloadedStepSplit, is_streamed
+from onefold.plan.traffic import OffloadedStepSplit, is_streamed
 from onefold.tools.bench.link_bench import LinkRates, measure_links
 
 Progress = Callable[[str, int, int], None]
@@ -366,7 +366,7 @@ def _load_hosts() -> dict[str, Any]:
 
 
 def _warn_damaged(error: Exception) -> None:
-    text = "%s: cannot be read (%s: %s) and counts as empty; `onefold bench tiers` writes it anew"
+    text = "%s cannot be read (%s: %s) and is ignored. Run `onefold bench tiers` to write it again."
     logger.warning(text, cache_file(), type(error).__name__, error)
 
 

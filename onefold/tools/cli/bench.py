@@ -68,7 +68,7 @@ def _check(options: argparse.Namespace) -> list[str]:
     options.parameters = read_number(options, "parameters", parse_count, "7B", _MOST_PARAMETERS)
     for path in options.path:
         if not Path(path).is_dir():
-            raise UsageError(f"--path {path}: there is no such folder")
+            raise UsageError(f"--path {path}: no such folder")
         if not os.access(path, os.W_OK | os.X_OK):
             raise UsageError(f"--path {path}: this user cannot write there")
     return list(dict.fromkeys(os.path.realpath(path) for path in options.path))
@@ -84,7 +84,7 @@ def _lines(measured: Measured, *, is_fresh: bool) -> Iterator[tuple[str, str]]:
         yield "op launch", f"{measured.launch * 1e6:.1f} us of overhead"
     bus, disk = measured.bus, measured.disk
     if bus is None:
-        yield "bus", "not measured: torch sees no GPU here"
+        yield "bus", "not measured: no GPU is available"
     else:
         yield "device", f"{measured.device}, {(measured.device_bytes or 0) / 1e9:.1f} GB"
         yield "page-locking", f"{measured.page_lock:.1f} GB/s"
@@ -97,7 +97,7 @@ def _lines(measured: Measured, *, is_fresh: bool) -> Iterator[tuple[str, str]]:
     if not is_fresh:
         yield "", f"measured {disk.when}; --path measures it again"
     if not disk.direct:
-        yield "", "NOT the drive: without O_DIRECT these are rates of the page cache"
+        yield "", "rates of the page cache, not of the drive: this folder does not support O_DIRECT"
 
 
 def _show_costs(costs: Sequence[Cost], measured: Measured, num_parameters: float) -> None:
@@ -118,23 +118,23 @@ def _show_costs(costs: Sequence[Cost], measured: Measured, num_parameters: float
 
     print()
     print_table(
-        ("", *(f">{head}" for head in ("GPU", "host", "disk", "to host", "to GPU", "read", "written"))),
+        ("setting", *(f">{head}" for head in ("GPU", "host", "disk", "to host", "to GPU", "read", "written"))),
         [(cost.setting, *moved(cost)) for cost in costs],
-        f"{num_parameters / 1e9:g} billion parameters in bf16: GB stored in each tier, and GB moved per step",
+        f"{num_parameters / 1e9:g} billion parameters in bf16: GB stored in each tier and GB moved per step",
     )
     print()
     print_table(
-        ("", *(f">{name}" for name in costs[0].seconds), "bound by"),
-        [(cost.setting, *busy(cost), cost.bound_by or "the device alone") for cost in costs],
-        "Seconds per step, at least",
+        ("setting", *(f">{name}" for name in costs[0].seconds), "bottleneck"),
+        [(cost.setting, *busy(cost), cost.bound_by or "GPU") for cost in costs],
+        "Minimum seconds per step of each resource",
     )
     print()
     print_text("Gathered parameters, activations and the buffers of disk transfers are not included.")
-    print_text("The GPU updates six tenths of the offloaded optimizer states, except where the host updates all.")
+    print_text("The GPU updates 60% of the offloaded optimizer states, except in settings that use the host only.")
     unknown = sorted({name for cost in costs for name, value in cost.seconds.items() if value is None})
     if unknown:
         several = len(unknown) > 1
-        text = f"{' and '.join(unknown)} {'were' if several else 'was'} not measured"
-        print_text(f"?: {text}; {'one of them' if several else 'it'} may be the bottleneck of such a row.")
+        text = f"{' and '.join(unknown)} {'are' if several else 'is'} not measured"
+        print_text(f"?: {text} and may be the bottleneck of the setting.")
     for line in (line for cost in costs for line in shortages(cost, measured)):
         print_text(f"does not fit: {line}", "  ")

@@ -15,10 +15,10 @@ def export(parser: argparse.ArgumentParser) -> None:
     that fails leaves OUT unchanged.
 
     examples:
-      onefold export checkpoints weights                       what `latest` names, in fp32: weights/model.safetensors
+      onefold export checkpoints weights                       the latest one, in fp32, as weights/model.safetensors
       onefold export checkpoints weights --dtype bf16          half the size, as most models are published
-      onefold export checkpoints/global_step500 weights        that one
-      onefold export checkpoints weights --tag global_step500  the same
+      onefold export checkpoints/global_step500 weights        the checkpoint of step 500
+      onefold export checkpoints weights --tag global_step500  the checkpoint of step 500
       onefold export checkpoints weights --format bin          pytorch_model.bin, for torch.load(weights_only=True)
       onefold export checkpoints adapter --exclude-frozen      only trained parameters (e.g. LoRA adapters), and buffers
 
@@ -27,13 +27,13 @@ def export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_folder(parser, "checkpoint", "CKPT")
     add("out", metavar="OUT", help="the folder to write to; created if missing")
-    add("--tag", metavar="TAG", help="which checkpoint of CKPT (default: what `latest` names)")
+    add("--tag", metavar="TAG", help="tag of the checkpoint in CKPT (default: the tag in the file `latest`)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
         help="dtype of floating-point weights (default: fp32)")  # fmt: skip
     add("--format", choices=("safetensors", "bin"), default="safetensors",
         help="safetensors (default), or torch.save's pytorch_model.bin")  # fmt: skip
     add("--max-shard-size", type=size, metavar="SIZE", default="5GB",
-        help="largest file, with an index of several: 500MB, 5GB (default), 2GiB")  # fmt: skip
+        help="maximum size of a file, e.g. 500MB or 2GiB; several files get an index (default: 5GB)")  # fmt: skip
     add("--exclude-frozen", action="store_true", help="write trained parameters and buffers only")
 
 
@@ -64,16 +64,16 @@ def ckpt_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def ckpt_inspect(parser: argparse.ArgumentParser) -> None:
-    """Show what a checkpoint holds, from its manifest, without reading weights.
+    """Show the contents of a checkpoint from its manifest, without reading weights.
 
     examples:
-      onefold ckpt inspect checkpoints                       what `latest` names
+      onefold ckpt inspect checkpoints                       the latest one
       onefold ckpt inspect checkpoints --tag global_step100
       onefold ckpt inspect checkpoints --tensors             every tensor by name, with dtype and shape
       onefold ckpt inspect checkpoints --json | jq .config   the config it was trained with
     """
     add_folder(parser)
-    parser.add_argument("--tag", metavar="TAG", help="which (default: what `latest` names)")
+    parser.add_argument("--tag", metavar="TAG", help="tag of the checkpoint (default: the tag in the file `latest`)")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     add_json(parser)
 
@@ -84,14 +84,14 @@ def ckpt_verify(parser: argparse.ArgumentParser) -> None:
     Exit code: 0 if everything is as it was saved, 1 otherwise.
 
     examples:
-      onefold ckpt verify checkpoints                        what `latest` names
+      onefold ckpt verify checkpoints                        the latest one
       onefold ckpt verify checkpoints --tag global_step100
       onefold ckpt verify checkpoints --all --json
     """
     add_folder(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tag", metavar="TAG", help="which (default: what `latest` names)")
-    which.add_argument("--all", action="store_true", help="all checkpoints in DIR")
+    which.add_argument("--tag", metavar="TAG", help="tag of the checkpoint (default: the tag in the file `latest`)")
+    which.add_argument("--all", action="store_true", help="verify all checkpoints in DIR")
     add_json(parser)
 
 
@@ -99,7 +99,7 @@ def ckpt_rm(parser: argparse.ArgumentParser) -> None:
     """Remove checkpoints, after a confirmation.
 
     Only files of onefold are removed, first the manifest, then the data. A folder with other files is kept. The
-    checkpoint that `latest` names is removed with --force only; `latest` then names the newest complete one left.
+    checkpoint named in `latest` is removed with --force only; `latest` then names the newest complete one left.
 
     examples:
       onefold ckpt rm checkpoints global_step100 global_step200
@@ -107,11 +107,11 @@ def ckpt_rm(parser: argparse.ArgumentParser) -> None:
       onefold ckpt rm checkpoints --leftovers                data of killed saves; saves in progress are kept
     """
     add = parser.add_argument
-    add_folder(parser, help="the folder that save_checkpoint was given")
+    add_folder(parser, help="the folder passed to save_checkpoint")
     add("tags", metavar="TAG", nargs="*", help="checkpoints to remove")
-    add("-y", "--yes", action="store_true", help="do not ask")
-    add("--force", action="store_true", help="also remove the one that `latest` names")
-    add("--leftovers", action="store_true", help="data of any tag that no manifest names and no save is writing")
+    add("-y", "--yes", action="store_true", help="do not ask for confirmation")
+    add("--force", action="store_true", help="also remove the checkpoint named in the file `latest`")
+    add("--leftovers", action="store_true", help="remove the data of interrupted saves; saves in progress are kept")
 
 
 def import_deepspeed(parser: argparse.ArgumentParser) -> None:
@@ -122,11 +122,11 @@ def import_deepspeed(parser: argparse.ArgumentParser) -> None:
     unpickler for tensors and plain data only, which executes nothing. The source is not changed.
 
     examples:
-      onefold import-deepspeed checkpoints checkpoints-onefold                 what `latest` names
-      onefold import-deepspeed checkpoints out --tag global_step500            that one
+      onefold import-deepspeed checkpoints checkpoints-onefold                 the latest one
+      onefold import-deepspeed checkpoints out --tag global_step500            the checkpoint of step 500
       onefold ckpt inspect out                                                 show the result
       onefold export out weights                                               write its unsharded weights
     """
-    add_folder(parser, "source", help="the folder that DeepSpeed saved to, or that of one tag")
+    add_folder(parser, "source", help="the folder that DeepSpeed saved to, or the folder of one tag")
     parser.add_argument("out", metavar="OUT", help="the folder to write to; created if missing")
-    parser.add_argument("--tag", metavar="TAG", help="which checkpoint of DIR (default: what `latest` names)")
+    parser.add_argument("--tag", metavar="TAG", help="tag of the checkpoint (default: the tag in the file `latest`)")

@@ -76,13 +76,13 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     if rows:
         print_table(("tag", "", ">steps", "saved", ">size", ">ranks", "state"), map(_cells, rows))
     else:
-        print(f"{path} holds no checkpoint")
+        print(f"{path} contains no checkpoint")
     for row in rows:
         for line in row["problems"]:
             print(f"{row['tag']}: {line}")
         if row["unpublished_bytes"]:
-            unpublished = f"{row['tag']}: {format_bytes(row['unpublished_bytes'])} of a save that is under way, or"
-            print(f"{unpublished} was killed (onefold ckpt rm {path} --leftovers)")
+            unpublished = f"{row['tag']}: {format_bytes(row['unpublished_bytes'])} of a save that is in progress or"
+            print(f"{unpublished} was interrupted (to remove the latter: onefold ckpt rm {path} --leftovers)")
     if problem:
         print(problem)
     return 0
@@ -137,7 +137,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "folder", facts["folder"]
     yield "saved", f"{_when(facts['saved'])}, by {facts['writer']}, on {_count(facts['ranks'], 'rank')}"
     yield "size", f"{format_bytes(facts['bytes'])} in {_count(len(facts['files']), 'file')}"
-    yield "complete", "yes, by sizes and headers" if facts["complete"] else "NO"
+    yield "complete", "yes (sizes and headers)" if facts["complete"] else "no"
     for problem in facts["problems"]:
         yield "", problem
     for name, count in (facts["counters"] or {}).items():
@@ -149,7 +149,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"  group {index}", f"parameters {facts['parameters_by_group'].get(str(index), 0)}, {values}"
     if "frozen" in facts["parameters_by_group"]:
         yield "  frozen", f"parameters {facts['parameters_by_group']['frozen']}"
-    yield "left out", f"{len(facts['left_out'])} frozen parameters" if facts["left_out"] else "nothing"
+    yield "not saved", f"{len(facts['left_out'])} frozen parameters" if facts["left_out"] else "nothing"
     yield "tied names", ", ".join(f"{alias} = {name}" for alias, name in facts["aliases"].items()) or "none"
     for key in ("lr_scheduler", "loss_scale"):
         yield key.replace("_", " "), _named(facts[key]) if facts[key] is not None else "none"
@@ -196,11 +196,11 @@ def verify_checkpoints(options: argparse.Namespace) -> int:
         return 0 if is_fine else 1
     for found, damages in results:
         if damages:
-            print(f"{found.tag}: DAMAGED in {_count(len(damages), 'place')}", *_by_file(damages), sep="\n  ")
+            print(f"{found.tag}: damaged in {_count(len(damages), 'place')}", *_by_file(damages), sep="\n  ")
         elif found.manifest is None:
-            print(f"{found.tag}: nothing was published there")
+            print(f"{found.tag}: no published checkpoint")
         else:
-            print(f"{found.tag}: fine, {format_bytes(found.manifest.nbytes)} are as they were saved")
+            print(f"{found.tag}: valid, {format_bytes(found.manifest.nbytes)} match their checksums")
     if problem:
         print(problem)
     return 0 if is_fine else 1
@@ -243,13 +243,13 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
     """Run `onefold ckpt rm`. All arguments are checked before anything is removed."""
     save_dir = Path(options.dir)
     if not options.tags and not options.leftovers:
-        raise UsageError("rm: name the tags to remove, or give --leftovers")
+        raise UsageError("rm: no tag is given. Name the tags to remove, or give --leftovers.")
     latest, _ = folder.latest_of(save_dir)
     found = {entry.tag: entry for entry in list_tags(save_dir)}
     for tag in options.tags:
         _check_removable(save_dir, tag, found)
     if latest in options.tags and not options.force:
-        raise UsageError(f"{latest} is what `latest` names, from which a job would resume. Give --force to remove it.")
+        raise UsageError(f"{latest} is named in the file `latest`: jobs resume from it. Give --force to remove it.")
     chosen = [found[tag] for tag in dict.fromkeys(options.tags)]
     staying = [entry for entry in found.values() if entry.tag not in options.tags]
     unclean = [entry for entry in staying if unpublished_bytes(entry)] if options.leftovers else []
@@ -259,7 +259,7 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
     for entry in chosen:
         print(f"{entry.tag}: {format_bytes(bytes_under(entry.folder))}{', damaged' if entry.problems else ''}")
     for entry in unclean:
-        print(f"{entry.tag}: {format_bytes(unpublished_bytes(entry))} that no manifest names")
+        print(f"{entry.tag}: {format_bytes(unpublished_bytes(entry))} of interrupted saves")
     if not options.yes and not _confirm(f"remove from {save_dir}?"):
         print("nothing was removed")
         return 1
@@ -275,10 +275,10 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
 def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
     if tag not in found:
         why = "is a checkpoint of DeepSpeed" if is_deepspeeds(save_dir / tag) else "is not a checkpoint of onefold"
-        there = f"; there are: {', '.join(found)}" if found else ""
-        raise UsageError(f"{save_dir / tag} {why}: not touched{there}")
+        there = f" Checkpoints of onefold: {', '.join(found)}." if found else ""
+        raise UsageError(f"{save_dir / tag} {why}; it is not removed.{there}")
     if found[tag].manifest is None and not data_folders(found[tag].folder):
-        raise UsageError(f"{save_dir / tag} has a manifest.json that onefold cannot read, and no data: not touched")
+        raise UsageError(f"{save_dir / tag} has an unreadable manifest.json and no data; it is not removed.")
 
 
 def _move_latest(save_dir: Path, complete: Sequence[str]) -> None:
@@ -296,7 +296,7 @@ def _remove(found: FoundCheckpoint) -> None:
     print(f"{found.tag}: removed")
     stays = sorted(entry.name for entry in found.folder.iterdir()) if found.folder.exists() else []
     for name in stays:
-        why = "is being written" if name in data_folders(found.folder) else "is not a file of onefold"
+        why = "is being written" if name in data_folders(found.folder) else "was not written by onefold"
         print(f"{found.tag}: {name} {why} and is kept")
 
 
@@ -314,7 +314,7 @@ def _clean(found: FoundCheckpoint) -> None:
 
 def _confirm(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("rm needs a confirmation, but there is no terminal. Give --yes.")
+        raise UsageError("rm asks for confirmation, but there is no terminal. Give --yes.")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

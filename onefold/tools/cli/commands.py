@@ -44,7 +44,7 @@ COMMANDS = {
     "ckpt": Command("list, inspect, verify and remove checkpoints", checkpoint.ckpt),
     "ckpt ls": Command("list the checkpoints of a folder", checkpoint.ckpt_ls, f"{_CKPT}:list_checkpoints", True),
     "ckpt inspect": Command(
-        "show what a checkpoint holds", checkpoint.ckpt_inspect, f"{_CKPT}:inspect_checkpoint", True
+        "show the contents of a checkpoint", checkpoint.ckpt_inspect, f"{_CKPT}:inspect_checkpoint", True
     ),
     "ckpt verify": Command(
         "check every byte against its checksum", checkpoint.ckpt_verify, f"{_CKPT}:verify_checkpoints", True
@@ -57,5 +57,5 @@ COMMANDS = {
     ),
     "bench": Command("measure this machine, and estimate the cost of offloading", machine.bench),
     "bench tiers": Command("measure bus, host Adam and disk", machine.bench_tiers, f"{_CLI}.bench:bench_tiers"),
-    "env": Command("show what this machine has", machine.env, "onefold.tools.env_report:report_environment", True),
+    "env": Command("show versions and devices", machine.env, "onefold.tools.env_report:report_environment", True),
 }

@@ -26,7 +26,7 @@ def compare(options: argparse.Namespace) -> int:
     import torch
 
     if options.largest_batch and not torch.cuda.is_available():
-        raise UsageError("--largest-batch needs GPUs: on a CPU it could exhaust the memory of this machine")
+        raise UsageError("--largest-batch needs GPUs, because it exhausts the memory. Leave it out on a CPU.")
     job, micro_batch = job_of(options)
     found: list[Trial] = []
     with progress_bar("compare", in_bytes=False, in_lines=True) as show_progress:
@@ -119,7 +119,7 @@ def show(found: Sequence[Trial]) -> None:
             f"{trial.steps[-1].loss:.5f}" if trial.steps[-1].loss is not None else "-",
             f"largest micro-batch {trial.largest_batch}" if trial.largest_batch else "",
         ))  # fmt: skip
-    heads = ("stage", ">s/step", ">min..max", ">samples/s", ">peak", ">sent/step", ">last loss", "")
+    heads = ("setting", ">s/step", ">min..max", ">samples/s", ">peak", ">sent/step", ">last loss", "result")
     rounds = max((len(trial.rounds) for trial in found), default=0)
     over = f"median and spread of {rounds} rounds" if rounds > 1 else "median and spread of the steps of one round"
     print_table(heads, rows, f"Measurements of rank 0 without the first steps: {over}")
@@ -129,7 +129,7 @@ def recommend(found: Sequence[Trial]) -> str:
     """Recommend the fastest setting; among those within the noise, the one with the least memory."""
     done = [trial for trial in found if trial.outcome == "done"]
     if not done:
-        return f"No setting ran: {found[0].setting.name} ended with {found[0].outcome} ({found[0].message})"
+        return f"No setting completed. {found[0].setting.name}: {found[0].outcome} ({found[0].message})"
     fastest = min(done, key=lambda trial: trial.step_seconds)
     close = [trial for trial in done if trial.spread[0] <= fastest.spread[1]]
     best = min(close, key=lambda trial: trial.peak)
@@ -142,14 +142,14 @@ def recommend(found: Sequence[Trial]) -> str:
         smallest = min(others, key=lambda trial: trial.peak)
         if smallest.peak < best.peak * 0.97:
             less, longer = format_bytes(best.peak - smallest.peak), smallest.step_seconds / best.step_seconds
-            text += f". If memory is short, {smallest.setting.name} takes {less} less and {longer:.2f} times as long"
+            text += f". To save memory, use {smallest.setting.name}: {less} less, {longer:.2f} times the step time"
     lost = [trial.setting.name for trial in found if trial.outcome == "out of memory"]
     if lost:
         text += f". Out of memory: {', '.join(lost)}"
     losses = {trial.steps[-1].loss for trial in done}
     if len(done) > 1:
         same = len(losses) == 1
-        text += ". All end with the same loss" if same else ". Last losses differ, which stages alone do not cause"
+        text += ". The last losses are equal" if same else ". The last losses differ, which no stage causes"
     return f"{text}."
 
 

@@ -33,7 +33,7 @@ def train(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     add = parser.add_argument
     add("--ranks", type=at_least_one, metavar="N",
-        help=f"processes (default: one per GPU, or {CPU_RANKS} without GPUs)")  # fmt: skip
+        help=f"number of processes (default: one per GPU, or {CPU_RANKS} without GPUs)")  # fmt: skip
     add("--max-restarts", type=not_negative, default=0, metavar="N",
         help="restart all ranks after a failure, at most N times; with --save-every they continue from the last "
         "checkpoint")  # fmt: skip
@@ -68,9 +68,9 @@ def launch(parser: argparse.ArgumentParser) -> None:
     add("--master_addr", "--master-addr", metavar="NODE", help="name or address of node 0")
     add("--master_port", "--master-port", type=port, metavar="PORT",
         help=f"port on node 0 (default: a free one; {DEFAULT_PORT} with several nodes)")  # fmt: skip
-    add("-H", "--hostfile", metavar="FILE", help=f"nodes, one per line: `node1 slots=8` (default: {DEFAULT_HOSTFILE})")
-    add("-i", "--include", default="", metavar="CHOICE", help="use only these: node1:0,2@node2")
-    add("-e", "--exclude", default="", metavar="CHOICE", help="use all but these: node1:0,2@node2")
+    add("-H", "--hostfile", metavar="FILE", help=f"lines such as `node1 slots=8` (default: {DEFAULT_HOSTFILE})")
+    add("-i", "--include", default="", metavar="CHOICE", help="nodes and slots to use, e.g. node1:0,2@node2")
+    add("-e", "--exclude", default="", metavar="CHOICE", help="nodes and slots not to use, e.g. node1:0,2@node2")
     add("--max-restarts", "--max_restarts", type=not_negative, default=0, metavar="N",
         help="restart all ranks after a failure, at most N times (default: 0)")  # fmt: skip
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
@@ -78,18 +78,18 @@ def launch(parser: argparse.ArgumentParser) -> None:
     add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # accepted and ignored
     parser.set_defaults(passes_local_rank=False, quiet=False)
     add("script", metavar="SCRIPT", help="the script that every rank runs")
-    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def compare(parser: argparse.ArgumentParser) -> None:
     """Run the same short job in several stages and offload settings, and compare the measurements.
 
-    Each setting runs in separate processes and in several rounds. The table has seconds per step with their spread over
-    the rounds, samples per second, peak memory, bytes sent, and the loss. A setting that runs out of memory is a row,
-    too. The recommendation at the end names differences that are within the noise. The logs, records, a plot and
-    compare.json are kept.
+    Each setting runs in separate processes and in several rounds. The table shows seconds per step with their spread
+    over the rounds, samples per second, peak memory, bytes sent, and the loss. Settings that run out of memory are
+    listed, too. The recommendation at the end names differences that are within the noise. The logs, records, a plot
+    and compare.json are kept.
 
-    A setting is a stage and what is offloaded: 0, 1, 2, 3, 2+cpu (optimizer), 3+cpu+param (and parameters), 3+nvme.
+    A setting is a stage and its offloading: 0, 1, 2, 3, 2+cpu (optimizer), 3+cpu+param (and parameters), 3+nvme.
 
     examples:
       onefold compare                                              the small GPT, stages 0 to 3 and 3+cpu
@@ -98,11 +98,11 @@ def compare(parser: argparse.ArgumentParser) -> None:
       onefold compare --stages 3+nvme+param --nvme-path /mnt/nvme0 --json
     """
     add = parser.add_argument
-    add("--stages", default="0,1,2,3,3+cpu", metavar="LIST", help="settings, with commas (default: %(default)s)")
+    add("--stages", default="0,1,2,3,3+cpu", metavar="LIST", help="settings, comma-separated (default: %(default)s)")
     _add_trials(parser)
     add("--rounds", type=at_least_one, default=3, metavar="N",
-        help="runs of each setting, one of all settings after the other (default: %(default)s)")  # fmt: skip
-    add("--largest-batch", action="store_true", help="also double the micro-batch until one fails (on GPUs)")
+        help="rounds over all settings (default: %(default)s)")  # fmt: skip
+    add("--largest-batch", action="store_true", help="also double the micro-batch until it does not fit (GPUs only)")
     add("--max-batch", type=at_least_one, default=1024, metavar="N",
         help="upper limit for --largest-batch (default: %(default)s)")  # fmt: skip
 
@@ -122,12 +122,12 @@ def tune(parser: argparse.ArgumentParser) -> None:
       onefold tune --stages 2,3 --no-knobs --steps 20
     """
     add = parser.add_argument
-    add("--stages", default="2,3,3+cpu", metavar="LIST", help="settings, with commas (default: %(default)s)")
+    add("--stages", default="2,3,3+cpu", metavar="LIST", help="settings, comma-separated (default: %(default)s)")
     _add_trials(parser)
     add("--max-batch", type=at_least_one, default=1024, metavar="N",
         help="largest micro-batch that is tried on GPUs (default: %(default)s)")  # fmt: skip
     add("--no-knobs", action="store_true", help="do not tune bucket sizes, prefetching and offload ratio")
-    add("--write", metavar="FILE", help="config of the fastest setting (default: ds_config.json in the folder)")
+    add("--write", metavar="FILE", help="write the config of the fastest setting here (default: ds_config.json in OUT)")
 
 
 def watch(parser: argparse.ArgumentParser) -> None:
@@ -143,12 +143,12 @@ def watch(parser: argparse.ArgumentParser) -> None:
     examples:
       onefold watch runs/a                 until the run has ended
       onefold watch runs/a --once          the current state; for scripts
-      onefold watch runs/a > log.txt       a line now and then, without a terminal
+      onefold watch runs/a > log.txt       one line at intervals, without a terminal
     """
     add_run(parser)
     add = parser.add_argument
-    add("--once", action="store_true", help="print once and end")
-    add("--every", type=above_zero, default=1.0, metavar="SECONDS", help="between two reads of the record (default: 1)")
+    add("--once", action="store_true", help="print the current state and exit")
+    add("--every", type=above_zero, default=1.0, metavar="SECONDS", help="interval between reads (default: 1)")
 
 
 def report(parser: argparse.ArgumentParser) -> None:
@@ -165,21 +165,21 @@ def report(parser: argparse.ArgumentParser) -> None:
     """
     add_run(parser)
     add = parser.add_argument
-    add("--out", metavar="FILE", help="the page (default: report.html next to the record)")
+    add("--out", metavar="FILE", help="file of the page (default: report.html next to the record)")
     add("--png", action="store_true", help="also write the charts as PNG files next to the page; needs matplotlib")
 
 
 def _add_trials(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `compare` and `tune` share."""
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a DeepSpeed config; each setting replaces its ZeRO settings")
+    add("--config", metavar="FILE", help="DeepSpeed config; each setting replaces its ZeRO settings")
     add("--preset", choices=PRESET_NAMES, help="size of the built-in GPT, as for `onefold train`")
-    add("--model", metavar="PATH", help="a Hugging Face model instead, as for `onefold train`")
+    add("--model", metavar="PATH", help="Hugging Face model instead of the GPT, as for `onefold train`")
     add("--lora", type=at_least_one, metavar="RANK", help="with --model: train a LoRA adapter")
     add("--sequence-length", type=at_least_one, metavar="N", help="with --model: tokens per sequence")
     add("--batch", type=at_least_one, metavar="N", help="sequences in a micro-batch (default: the config's)")
-    add("--ranks", type=at_least_one, metavar="N", help="processes (default: as for `onefold train`)")
+    add("--ranks", type=at_least_one, metavar="N", help="number of processes (default: as for `onefold train`)")
     add("--steps", type=at_least_one, default=12, metavar="N", help="steps of each run (default: %(default)s)")
-    add("--nvme-path", metavar="DIR", help="a folder on the drive, for settings with nvme")
-    add("--out", metavar="FOLDER", help="the folder for all results (default: a new one under runs/)")
+    add("--nvme-path", metavar="DIR", help="folder on the NVMe drive, for settings with nvme")
+    add("--out", metavar="FOLDER", help="folder for all results (default: a new one under runs/)")
     add_json(parser)

@@ -31,11 +31,11 @@ def launch(options: argparse.Namespace) -> int:
     if options.module and options.no_python:
         raise UsageError("--module and --no_python exclude each other. Give one of them.")
     if not options.module and not options.no_python and not Path(options.script).is_file():
-        raise UsageError(f"{options.script}: there is no such script (a module needs --module)")
+        raise UsageError(f"{options.script}: no such script. Give --module if it is a module.")
     if options.module and not _is_importable(options.script.partition(".")[0]):
-        raise UsageError(f"--module {options.script}: there is no such module")
+        raise UsageError(f"--module {options.script}: no such module")
     if options.no_python and shutil.which(options.script) is None:
-        raise UsageError(f"{options.script}: there is no such program")
+        raise UsageError(f"{options.script}: no such program")
     job, command = job_of_this_node(options), [options.script, *options.arguments]
     check_port(job)
     if not options.quiet:
@@ -57,7 +57,7 @@ def check_port(job: Job) -> None:
     if job.master_port is None or job.node_rank != 0:
         return
     if not 0 < job.master_port < 65536:
-        raise UsageError(f"--master_port {job.master_port}: a port is from 1 to 65535")
+        raise UsageError(f"--master_port {job.master_port} is not a port. Give a number from 1 to 65535.")
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
         try:
@@ -65,10 +65,10 @@ def check_port(job: Job) -> None:
             probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                other = "leave --master_port out to take a free one" if job.num_nodes == 1 else "give another"
-                raise UsageError(f"--master_port {job.master_port}: in use on this node; {other}") from error
+                other = "Leave --master_port out to use a free one." if job.num_nodes == 1 else "Give another one."
+                raise UsageError(f"--master_port {job.master_port} is in use on this node. {other}") from error
             if error.errno == errno.EACCES:
-                raise UsageError(f"--master_port {job.master_port}: this user may not open it") from error
+                raise UsageError(f"--master_port {job.master_port}: permission denied. Give one above 1023.") from error
 
 
 def job_of_this_node(options: argparse.Namespace) -> Job:
@@ -113,9 +113,9 @@ def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
     master_addr = options.master_addr or (names[0] if len(names) > 1 else None)
     if len(names) > 1 and node_rank in (None, 0):
         others = "\n".join(f"  {name}: {_command_for(rank, master_addr)}" for rank, name in enumerate(names))
-        print(f"onefold: {len(names)} nodes take part. Run on each of them:\n{others}", file=sys.stderr, flush=True)
+        print(f"onefold: the job has {len(names)} nodes. Run on each:\n{others}", file=sys.stderr, flush=True)
     if node_rank is None:
-        raise UsageError(f"this node is none of {', '.join(names)}. Give its --node_rank.")
+        raise UsageError(f"this node is not one of {', '.join(names)}. Give its --node_rank.")
     _check_node_rank(node_rank, len(names))
     slots = nodes[names[node_rank]]
     port = options.master_port or (DEFAULT_PORT if len(names) > 1 else None)
@@ -136,7 +136,7 @@ def _command_for(node_rank: int, master_addr: str | None) -> str:
 
 def _check_node_rank(node_rank: int, num_nodes: int) -> None:
     if not 0 <= node_rank < num_nodes:
-        raise UsageError(f"--node_rank {node_rank}: with {num_nodes} node(s) it is from 0 to {num_nodes - 1}")
+        raise UsageError(f"--node_rank {node_rank} does not exist. Give a rank from 0 to {num_nodes - 1}.")
 
 
 def _num_devices() -> int:
@@ -171,10 +171,10 @@ def parse_hostfile(lines: Iterable[str], name: str = "hostfile") -> Nodes:
         if match["node"] in nodes:
             raise UsageError(f"{name}, line {number}: {match['node']} is listed twice")
         if len(match["slots"]) > 4:
-            raise UsageError(f"{name}, line {number}: {match['slots'][:20]} slots are more than a node has")
+            raise UsageError(f"{name}, line {number}: {match['slots'][:20]} slots exceed the limit for a node")
         nodes[match["node"]] = tuple(range(int(match["slots"])))
     if not nodes:
-        raise UsageError(f"{name} names no node")
+        raise UsageError(f"{name} lists no node")
     return nodes
 
 
@@ -186,9 +186,9 @@ def parse_choice(text: str) -> dict[str, Slots | None]:
         try:
             chosen = tuple(sorted({int(slot) for slot in slots.split(",")})) if colon else None
         except ValueError:
-            raise UsageError(f"`{part}` is not of the form `node1` or `node1:0,2` (several are joined by @)") from None
+            raise UsageError(f"`{part}` is not of the form `node1` or `node1:0,2` (join several by @)") from None
         if not node or node in choice:
-            raise UsageError(f"`{text}`: each part between @ names one node, once")
+            raise UsageError(f"`{text}` names a node twice or not at all. Name each node once, joined by @.")
         choice[node] = chosen
     return choice
 
@@ -210,7 +210,7 @@ def choose(nodes: Mapping[str, Slots], include: str = "", exclude: str = "") -> 
         if left := tuple(slot for slot in slots if (slot in listed) == bool(include)):
             kept[node] = left
     if not kept:
-        raise UsageError("no slot is left after --include / --exclude")
+        raise UsageError("--include and --exclude leave no slot. Name at least one slot to use.")
     return kept
 
 

@@ -35,28 +35,28 @@ def plan(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--params", metavar="N", help="number of parameters, e.g. 7B or 7e9: model states alone")
-    what.add_argument("--model", metavar="MODEL", help="the model, see above")
+    what.add_argument("--params", metavar="N", help="number of parameters, e.g. 7B or 7e9; forecasts model states only")
+    what.add_argument("--model", metavar="MODEL", help="model, see above")
     add("--lora", type=int, metavar="RANK", help="LoRA adapters of this rank (models of transformers)")
-    add("--recompute", action="store_true", help="with activation checkpointing of every block")
+    add("--recompute", action="store_true", help="use activation checkpointing in every block")
     add("--batch", type=int, metavar="N", help="sequences per micro-batch (default: 1, or the config's)")
     add("--seq", type=int, metavar="N", help="tokens per sequence (default: the model's limit, at most 2048)")
     add("--machine", metavar="GPUS", help="one node, e.g. 8xH100 or 4090 (default: this machine's GPUs)")
-    add("--gpus", type=int, metavar="N", help="GPUs per node, in place of the machine's")
+    add("--gpus", type=int, metavar="N", help="GPUs per node (default: those of the machine)")
     add("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     add("--gpu-memory", metavar="SIZE", help="memory per GPU, e.g. 80GB, 80GiB or 80 (GB)")
     add("--host-memory", metavar="SIZE", help="host memory per node, e.g. 1TB")
-    add("--nvme", metavar="SIZE", help="fast disk per node, e.g. 8TB; 0: none")
-    add("--bus", metavar="RATE", help="between a GPU and its host, each way, e.g. 50GB/s")
-    add("--link", metavar="RATE", help="between nodes, each way, e.g. 50GB/s or 400Gbit/s")
-    add("--config", metavar="FILE", help="a DeepSpeed config; each setting replaces its ZeRO settings")
+    add("--nvme", metavar="SIZE", help="NVMe capacity per node, e.g. 8TB; 0: none")
+    add("--bus", metavar="RATE", help="bandwidth between a GPU and its host, per direction, e.g. 50GB/s")
+    add("--link", metavar="RATE", help="bandwidth between nodes, per direction, e.g. 50GB/s or 400Gbit/s")
+    add("--config", metavar="FILE", help="DeepSpeed config; each setting replaces its ZeRO settings")
     add("--write", metavar="FILE", help="write the config of the recommended setting")
-    add("--wide", action="store_true", help="also tables of memory by kind, traffic, and seconds by resource")
+    add("--wide", action="store_true", help="also print memory by kind, traffic, and seconds by resource")
     add_json(parser)
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """Measure this machine, to choose a config by its numbers.
+    """Measure this machine, to choose a config from the results.
 
     examples:
       onefold bench tiers                        bus, host memory and host Adam, in seconds
@@ -67,7 +67,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 def bench_tiers(parser: argparse.ArgumentParser) -> None:
-    """Measure what offloading depends on, and estimate what each setting would cost per step.
+    """Measure the rates that bound offloading, and estimate the cost per step of each setting.
 
     measured:
       host copy      host memory to host memory, on all threads
@@ -101,7 +101,7 @@ def bench_tiers(parser: argparse.ArgumentParser) -> None:
 
 
 def env(parser: argparse.ArgumentParser) -> None:
-    """Show what this machine has, and which parts onefold will use.
+    """Show the versions, devices and memory of this machine, and the backends that onefold uses.
 
     examples:
       onefold env            a table: versions, devices, interconnect, memory, disk

@@ -89,16 +89,16 @@ class Parser(argparse.ArgumentParser):
         wrong = re.fullmatch(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
         if wrong is not None:
             choices = [choice.strip("'") for choice in wrong[3].split(", ")]
-            what = f"there is no command {wrong[2]!r}" if wrong[1] == "COMMAND" else f"{wrong[1]} {wrong[2]}"
+            what = f"{wrong[2]!r} is not a command" if wrong[1] == "COMMAND" else f"{wrong[1]} {wrong[2]} is invalid"
             near = _nearest(wrong[2], choices)
-            message = f"{what}; did you mean {near}?" if near else f"{what}: choose from {', '.join(choices)}"
+            message = f"{what}. Did you mean {near}?" if near else f"{what}. Choose from {', '.join(choices)}."
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def unknown(self, given: Sequence[str]) -> NoReturn:
         """Raise for arguments that this command does not have."""
         known = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         near = _nearest(given[0].split("=")[0], known) if given[0].startswith("-") else None
-        self.error(f"there is no option {given[0]}; did you mean {near}?" if near else f"{given[0]}: not known here")
+        self.error(f"{given[0]} is not an option.{f' Did you mean {near}?' if near else ''}")
 
 
 def _nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -109,7 +109,7 @@ def build_parser() -> Parser:
     """Return the parser of all commands."""
     parser = Parser(
         prog="onefold",
-        description="Train with every byte of model state held once, from the DeepSpeed configs you already have.",
+        description="Train models with sharded states (ZeRO stages 0 to 3) from DeepSpeed configs.",
         epilog=EPILOG,
         formatter_class=HelpFormatter,
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from onefold.tools.estimate.advice import Advice
     from onefold.tools.estimate.forecast import Forecast
     from onefold.tools.estimate.models import ModelSource
-    from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.ops import OpTimer
     from onefold.tools.estimate.question import Question
 
 SEQUENCE_LENGTH = 2048
@@ -58,7 +58,7 @@ def plan(options: argparse.Namespace) -> int:
         show(question, found, advice, options)
     if advice.setting is None:
         if options.write:
-            print(f"onefold: --write {options.write}: nothing fits, so no config was written", file=sys.stderr)
+            print(f"onefold: --write {options.write}: no setting fits, so no config is written", file=sys.stderr)
         return 1
     if options.write:
         best = next(each for each in found if each.setting.name == advice.setting)
@@ -73,7 +73,7 @@ def _timer(machine: Machine) -> OpTimer | None:
     """Return a timer of ops if the forecast is for this machine and `onefold tune` has measured it."""
     import torch
 
-    from onefold.tools.estimate.op_times import OpTimer
+    from onefold.tools.estimate.ops import OpTimer
 
     if not (machine.measured and torch.cuda.is_available()):
         return None
@@ -105,7 +105,7 @@ def check(options: argparse.Namespace) -> None:
     machine = find_machine(options.machine) if options.machine is not None else None
     gpus = options.gpus or (machine.gpus if machine else 1)
     if gpus * options.nodes > MAX_GPUS:
-        raise UsageError(f"{gpus * options.nodes:,} GPUs are too many. Give at most {MAX_GPUS:,}.")
+        raise UsageError(f"{gpus * options.nodes:,} GPUs exceed the limit. Give at most {MAX_GPUS:,}.")
     if options.config:
         load_config(options.config)
     if options.write:
@@ -163,7 +163,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         import torch
 
         if not torch.cuda.is_available() and options.gpu_memory is None:
-            raise UsageError("torch sees no GPU here. Name a machine (--machine 8xH100), or give --gpu-memory.")
+            raise UsageError("No GPU is available. Name a machine (--machine 8xH100), or give --gpu-memory.")
         machine = this_machine()
     return adjust(
         machine,
@@ -228,7 +228,7 @@ def show(question: Question, found: list[Forecast], advice: Advice, options: arg
     for note in (*_same_rows(found, machine), *assumptions(question)):
         print_text(f"* {note}", "  ")
     if not options.wide:
-        print_text("* --wide adds tables of memory by kind, traffic, and seconds by resource", "  ")
+        print_text("* --wide also prints memory by kind, traffic, and seconds by resource", "  ")
     print()
     print_text(f"take {advice.setting}: {advice.reason}" if advice.setting else advice.reason)
 
@@ -271,22 +271,20 @@ def _show_memory(found: list[Forecast], machine: Machine) -> None:
             each.setting.name, *(_amount(getattr(device, kind), unit) for kind in kinds), _amount(overhead, unit),
             Text(_amount(device.total, unit), "bold"),
         ))  # fmt: skip
-    heads = ("params", "gathered", "grads", "masters", "moments", "activations", "logits", "overhead", "GPU")
+    heads = ("params", "gathered", "grads", "masters", "moments", "activations", "logits", "overhead", "total")
     name = "GB" if unit == GB else "MB"
-    title = f"Memory of one GPU at its peak by kind, in {name} (of {machine.gpu.memory / unit:.0f})"
+    title = f"Peak memory of one GPU by kind, in {name} (of {machine.gpu.memory / unit:.0f})"
     _print_filled(("setting", *(f">{head}" for head in heads)), rows, title)
 
 
 def _show_traffic(found: list[Forecast]) -> None:
-    sent = {id(each): (each.traffic.inside, each.traffic.across) for each in found if each.traffic is not None}
-    moved = {id(each): (*sent[id(each)], each.offload_traffic.down + each.offload_traffic.up) for each in found}
-    disk = {id(each): (each.offload_traffic.read, each.offload_traffic.written) for each in found}
-    unit = _unit([value for each in found for value in (*moved[id(each)], *disk[id(each)])])
-    rows: list[Sequence[str | Text]] = []
-    for each in found:
-        assert each.traffic is not None
-        values = (*moved[id(each)], *disk[id(each)])
-        rows.append((each.setting.name, *(_amount(value, unit, 2) for value in values), f"{each.traffic.calls}"))
+    traffic = [(each.traffic, each.offload_traffic) for each in found if each.traffic is not None]
+    moved = [(sent.inside, sent.across, bus.down + bus.up, bus.read, bus.written) for sent, bus in traffic]
+    unit = _unit([value for values in moved for value in values])
+    rows = [
+        (each.setting.name, *(_amount(value, unit, 2) for value in values), str(sent.calls))
+        for each, (sent, _), values in zip(found, traffic, moved, strict=True)
+    ]
     heads = ("setting", ">inside node", ">between nodes", ">host bus", ">disk read", ">disk written", ">collectives")
     _print_filled(heads, rows, f"Traffic per step, in {'GB' if unit == GB else 'MB'}; between nodes: of all its GPUs")
 
@@ -301,8 +299,8 @@ def _show_seconds(found: list[Forecast]) -> None:
             for name in names
         ]
         rows.append((each.setting.name, *busy, Text(_seconds(each.step), "bold"), str(each.bound_by)))
-    heads = ("setting", *(f">{name}" for name in names), ">step", "bound by")
-    _print_filled(heads, rows, "Seconds per step that each resource is busy: estimates")
+    heads = ("setting", *(f">{name}" for name in names), ">step", "bottleneck")
+    _print_filled(heads, rows, "Estimated busy seconds per step of each resource")
 
 
 def _unit(values: Sequence[int]) -> int:
@@ -336,13 +334,13 @@ def _same_rows(found: list[Forecast], machine: Machine) -> list[str]:
         groups.setdefault(facts, []).append(each)
     notes = []
     for same in (group for group in groups.values() if len(group) > 1):
-        names = f"{', '.join(each.setting.name for each in same[:-1])} and {same[-1].setting.name} are the same here"
+        names = f"{', '.join(each.setting.name for each in same[:-1])} and {same[-1].setting.name} are equal"
         if any("offload_param" in each.setting.zero for each in same):
             notes.append(f"{names}: parameters fill host memory first, up to max_in_cpu (1e9 elements per rank)")
         elif machine.world == 1:
-            notes.append(f"{names}: one GPU has nothing to shard")
+            notes.append(f"{names}: nothing is sharded on one GPU")
         else:
-            notes.append(f"{names}: with one micro-batch per step no gradients are accumulated")
+            notes.append(f"{names}: one micro-batch per step accumulates no gradients")
     return notes
 
 
@@ -359,4 +357,4 @@ def _show_textbook(num_parameters: float, machine: Machine) -> None:
         f"Rule of thumb, GB per GPU on {machine.world} GPU{'s' * (machine.world > 1)}: 2 B parameters + 2 B gradients "
         "+ 8 B (moments) or 12 B (moments and masters)"
     )
-    print_table(("", ">8 B", ">12 B"), rows, title)
+    print_table(("setting", ">8 B", ">12 B"), rows, title)

@@ -184,7 +184,7 @@ def _report_failure(failures: Mapping[int, ProcessFailure]) -> int:
     _print_error(_traceback(failure).rstrip())
     reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGKILL:
-        reason += " (perhaps the node ran out of memory)"
+        reason += " (the node may be out of memory)"
     _print_error(f"onefold: rank {rank} (node {socket.gethostname()}, pid {failure.pid}) failed: {reason}")
     return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
 

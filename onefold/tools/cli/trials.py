@@ -28,7 +28,7 @@ def parse_setting(text: str, nvme_path: str | None = None) -> dict[str, Any]:
     stage, *extras = text.strip().split("+")
     if stage not in ("0", "1", "2", "3"):
         raise UsageError(
-            f"--stages {text}: expected a stage, 0 to 3, and an offload setting, as in 3+cpu or 3+nvme+param"
+            f"--stages {text} is not a setting. Give a stage, 0 to 3, and offloading, as in 3+cpu or 3+nvme+param."
         )
     zero: dict[str, Any] = {"stage": int(stage)}
     device: dict[str, Any] | None = None
@@ -37,10 +37,10 @@ def parse_setting(text: str, nvme_path: str | None = None) -> dict[str, Any]:
             device = {"device": "cpu"}
         elif extra == "nvme":
             if nvme_path is None:
-                raise UsageError(f"--stages {text}: nvme needs a folder on the drive. Give --nvme-path.")
+                raise UsageError(f"--stages {text}: nvme needs a folder on an NVMe drive. Give --nvme-path.")
             device = {"device": "nvme", "nvme_path": nvme_path}
         elif extra != "param":
-            raise UsageError(f"--stages {text}: {extra!r} is not known. Use cpu, nvme or param.")
+            raise UsageError(f"--stages {text}: {extra!r} is unknown. Use cpu, nvme or param.")
     if device is not None:
         zero["offload_optimizer"] = device
     if "param" in extras:

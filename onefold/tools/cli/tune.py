@@ -114,7 +114,7 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
             print(json.dumps({"best": None, "trials": rows, "written": None}, indent=2))
         else:
             show(found)
-        print(f"\nno setting ran: {found[0].message}; logs are in {job.folder}", file=sys.stderr)
+        print(f"\nno setting completed: {found[0].message}; the logs are in {job.folder}", file=sys.stderr)
         return 1
     written = Path(options.write or job.folder / "ds_config.json")
     written.write_text(json.dumps(job.config(best.setting, best.micro_batch), indent=2) + "\n")
@@ -184,4 +184,4 @@ def show(found: list[Trial]) -> None:
         else:
             numbers = "-", "-", "-", f"{trial.outcome}: {trial.message}"
         rows.append((trial.setting.name, str(trial.micro_batch), *numbers))
-    print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", ""), rows, "Runs on this machine")
+    print_table(("setting", ">micro-batch", ">s/step", ">samples/s", ">peak", "result"), rows, "Runs on this machine")

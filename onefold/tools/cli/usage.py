@@ -54,7 +54,7 @@ def read_number(
     if value < least:
         raise UsageError(f"{option} {text}: must be {'above 0' if least else '0 or more'}, as in {example}")
     if value > most:
-        raise UsageError(f"{option} {text}: is too large. Write a number such as {example}")
+        raise UsageError(f"{option} {text} is too large. Give a number such as {example}.")
     return value
 
 
@@ -64,7 +64,7 @@ def check_folder(options: argparse.Namespace) -> None:
         return
     path = Path(getattr(options, options.reads_folder))
     if not path.is_dir():
-        raise UsageError(f"{path}: {'is not a folder' if path.exists() else 'there is no such folder'}")
+        raise UsageError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
 
 
 def size(text: str) -> str:
@@ -80,7 +80,7 @@ def port(text: str) -> int:
     """Return an argument as the number of a TCP port."""
     number = at_least_one(text)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{number} is not a port, which is from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{number} is not a port. Give a number from 1 to 65535.")
     return number
 
 
@@ -88,7 +88,7 @@ def add_folder(
     parser: argparse.ArgumentParser,
     name: str = "dir",
     metavar: str = "DIR",
-    help: str = "the folder that save_checkpoint was given, or that of one tag",
+    help: str = "the folder passed to save_checkpoint, or the folder of one tag",
 ) -> None:
     """Add the folder that a command reads; `check_folder` checks it."""
     parser.add_argument(name, metavar=metavar, help=help)
@@ -97,7 +97,7 @@ def add_folder(
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the folder of a run."""
-    parser.add_argument("dir", metavar="DIR", help="the folder of a run (OUT of onefold train, or onefold.report)")
+    parser.add_argument("dir", metavar="DIR", help="folder of a run (OUT of onefold train, or the key onefold.report)")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,7 @@ def _update(run: RunFile) -> bool:
     except FileNotFoundError:
         return False
     except NotADirectoryError:
-        raise UsageError(f"{_shown(run.path.parent)}: is not a folder") from None
+        raise UsageError(f"{_shown(run.path.parent)}: not a folder") from None
     return bool(run.facts)
 
 

@@ -91,7 +91,7 @@ def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
         )
     if _is_rounded(best):
         exact = [each for each in found if each.fits and each.step is not None and not _is_rounded(each)]
-        text += " It rounds weights and gradients that are sent (8 and 4 bits), so losses differ from exact settings"
+        text += " It quantizes the weights and gradients that it sends (8 and 4 bits), which changes the losses"
         if exact:
             one = min(exact, key=lambda each: each.step or 0.0)
             text += f"; the fastest exact setting is {one.setting.name} (about {one.step:.2f} s/step)"
@@ -105,14 +105,14 @@ def _hint_at_recomputing(question: Question, each: Forecast) -> str:
     held = each.device.activations + each.device.logits
     if question.model.recomputes is not False or held < each.device.total // 3:
         return ""
-    return f" Recomputing (--recompute) would free most of the {held / GB:.1f} GB of activations."
+    return f" Activation checkpointing (--recompute) frees most of the {held / GB:.1f} GB of activations."
 
 
 def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
     """Name the setting with the smallest shortage, and what would make it fit."""
     closest = min(found, key=lambda each: sum(shortage.lack for shortage in each.shortages))
     lacking = _listed(each.amount for each in closest.shortages)
-    text = f"nothing fits. Closest is {closest.setting.name}, short by {lacking}."
+    text = f"no setting fits. Closest is {closest.setting.name}, short by {lacking}."
     device, short = closest.device, {each.resource: each for each in closest.shortages}
     lack = short["GPU"].lack if "GPU" in short else 0
     if closest.largest_batch:
@@ -120,12 +120,12 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
     if lack:
         text += _hint_at_recomputing(question, closest)
     if lack and device.gathered > lack:
-        text += " A smaller stage3_max_live_parameters and stage3_prefetch_bucket_size keep fewer parameters unsharded."
+        text += " Lower stage3_max_live_parameters and stage3_prefetch_bucket_size to keep fewer parameters unsharded."
     is_fp32 = load_config(question.document(closest.setting, 1)).state_dtype == "fp32"
     in_fp32 = device.states + closest.host.states if is_fp32 else 0
     if in_fp32:
         where = "each GPU" if device.states else "the host, for each GPU"
-        text += f" onefold.state_dtype int8 takes {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states off {where}."
+        text += f" onefold.state_dtype int8 saves {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states on {where}."
     # Given these options, the command finds that the setting fits.
     options = {"GPU": "--gpu-memory", "host": "--host-memory", "NVMe": "--nvme"}
     names = {"GPU": "memory per GPU", "host": "host memory per node", "NVMe": "NVMe per node"}

@@ -22,7 +22,7 @@ from onefold.optim.pipeline import TILE, Step, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 from onefold.tools.estimate.caching_allocator import CachingAllocator
-from onefold.tools.estimate.on_cuda import as_on_cuda
+from onefold.tools.estimate.ops import as_on_cuda
 from onefold.tools.estimate.trace import AllocationMode, MemoryAccount, PassTrace, Tape, record_allocation
 
 LossOf = Callable[[Callable[..., Any]], torch.Tensor]
@@ -70,7 +70,7 @@ def dry_run(
     settings = _on_device(config)
     plan = make_plan(settings, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    chosen = choose(None, settings.optimizer, trained, model) if trained and settings.optimizer is not None else None
+    chosen = choose(None, plan.optimizer, trained, model) if trained else None
     group = FakeGroup.of(nodes, plan.num_replicas, as_nccl=uses_nccl)
     offloads = config.zero_optimization.offload_optimizer.device != "none"
     if offloads:
@@ -144,7 +144,7 @@ def _step_with_passes(
     """Run all micro-steps of a step, and the step, and record them op by op."""
     schedule, window = engine.state.schedule, engine.state.window
     params = [param for unit in schedule.units for param in unit.params]
-    sharded = [param for unit in schedule.sharded for param in unit.sharded]
+    sharded = [param for unit in schedule.sharded_units for param in unit.sharded_params]
     mode = AllocationMode(account, tape, params, sharded, lambda: schedule.in_flight.pool.num_bytes, vocabulary)
     with mode:
         for at in range(engine.batch.accumulation):
@@ -162,7 +162,7 @@ def _step(engine: Engine, *, offloads: bool) -> None:
     """Perform the communication and the allocations of a step without its arithmetic."""
     schedule = engine.state.schedule
     schedule.in_flight.finish_reductions()
-    schedule.meet_for_step([] if schedule.alone else [0, 0, 0, 0])
+    schedule.synchronize_for_step([] if schedule.alone else [0, 0, 0, 0])
     if not schedule.alone and engine.state.group.uses_nccl:
         schedule.in_flight.gather_scalar("gather of the norm", torch.zeros((), dtype=torch.float64, device=META))
     matrices = engine.state.step.matrices if engine.state.step is not None else None

@@ -6,28 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from onefold.comm.exchange import ACROSS
+from onefold.comm.mesh import ACROSS
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, ConfigError, load_config
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
-from onefold.plan import (
-    FlatParamSpec,
-    ModelBytes,
-    OffloadTraffic,
-    Plan,
-    Tier,
-    assign_tiers,
-    count_bytes,
-    count_offload_traffic,
-    make_plan,
-)
-from onefold.plan.memory import bytes_of_step, is_streamed
+from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
+from onefold.plan.buffers import FLAT_GRADIENT, REDUCED_GRADIENT
+from onefold.plan.traffic import count_offload_traffic, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
 from onefold.tools.estimate.models import build_once
-from onefold.tools.estimate.on_cuda import ATTENTION
-from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.ops import ATTENTION, OpTimer
 from onefold.tools.estimate.question import Question, Setting
 from onefold.tools.estimate.trace import MemoryMoment, PassTrace
 
@@ -211,9 +201,9 @@ def _dry_run(question: Question, setting: Setting, micro_batch: int, *, uses_ncc
         raise
     except Exception as error:  # a user's model may raise anything
         raise PlanError(
-            f"{source.name}: its step does not run on tensors without values ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}). A forward that depends on values cannot be planned; use --params to "
-            "plan model states alone."
+            f"{source.name}: the dry run on meta tensors fails ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}). Its forward may depend on values of tensors. Give --params to "
+            "plan model states only."
         ) from error
 
 
@@ -258,11 +248,13 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
     stored = count_bytes(specs, plan)
     on_device = plan.gradients.tier is Tier.DEVICE
     # Offloaded gradients are on the device only until they are copied to the host.
-    largest = max((spec.layout.total * spec.dtype.itemsize for spec in specs if spec.trainable), default=0)
+    flat, reduced = (
+        max((buffer.size for spec in specs for buffer in spec.buffers(plan) if buffer.name == name), default=0)
+        for name in (FLAT_GRADIENT, REDUCED_GRADIENT)
+    )
     # On one rank without accumulation the gradient needs no separate sum.
     apart = plan.num_shards > 1 or plan.accumulates
-    reduced = max((spec.layout.shard_size * 4 for spec in specs if spec.trainable and apart), default=0)
-    in_flight = (COPIES_IN_FLIGHT + 1) * largest + COPIES_IN_FLIGHT * reduced
+    in_flight = (COPIES_IN_FLIGHT + 1) * flat + (COPIES_IN_FLIGHT * reduced if apart else 0)
 
     def gradients_of(moment: MemoryMoment) -> int:
         if question.machine.is_cpu:  # CPU ranks keep gradient buffers in pools
@@ -297,11 +289,16 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
     """
     largest = {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
-        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
-            gradient = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards).itemsize
-            needed, tier = bytes_of_step(spec) + spec.layout.shard_size * gradient, spec.residency.states
+        if _is_streamed(machine, plan, spec):
+            of_step = [each for each in spec.buffers(plan) if each.is_stepped or each.name == REDUCED_GRADIENT]
+            needed, tier = sum(buffer.size for buffer in of_step), spec.residency.states
             largest[tier] = max(largest[tier], needed)
     return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values())
+
+
+def _is_streamed(machine: Machine, plan: Plan, spec: FlatParamSpec) -> bool:
+    offloads = spec.trainable and spec.residency.offloads_states
+    return offloads and not machine.is_cpu and is_streamed(plan, spec)
 
 
 def _traffic(found: DryRun, machine: Machine) -> Traffic | None:
@@ -334,13 +331,12 @@ def _times(
     passes += found.matrix_flops / (gpu.flops * machine.efficiency)
     stepped, through = {True: 0, False: 0}, {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:
-        if spec.trainable and spec.residency.offloads_states and not machine.is_cpu and is_streamed(plan, spec):
-            through[spec.residency.states] += bytes_of_step(spec)
+        of_step = [buffer for buffer in spec.buffers(plan) if buffer.is_stepped]
+        if _is_streamed(machine, plan, spec):
+            through[spec.residency.states] += sum(buffer.size for buffer in of_step)
         elif spec.trainable:
             slower = _QUANTIZED_SLOWDOWN if spec.state_spec.formats and spec.residency.offloads_states else 1
-            stepped[spec.residency.offloads_states] += slower * (
-                spec.layout.shard_size if plan.shards_states else spec.layout.total
-            )
+            stepped[spec.residency.offloads_states] += slower * of_step[0].numel
     device_step = stepped[False] * _STEP_BYTES / (0.8 * gpu.bandwidth)
     if machine.is_cpu:
         device_step = stepped[False] * machine.gpus / machine.adam

@@ -123,7 +123,7 @@ def find_machine(text: str) -> Machine:
     names = {"A100": "A100-80", "V100": "V100-32", **{known: known for known in GPUS}}
     if name not in names or number < 1:
         raise PlanError(
-            f"--machine {text}: expected a number and a GPU, as in 8xH100. Known GPUs are {', '.join(GPUS)}"
+            f"--machine {text} is not of the form 8xH100. Give a number and one of these GPUs: {', '.join(GPUS)}."
         )
     gpu = GPUS[names[name]]
     is_server = gpu.memory >= _SERVER
@@ -157,7 +157,7 @@ def this_machine() -> Machine:
         known = next((known for known in GPUS if known.split("-")[0] in name), None)
         if known is None:
             known_ones = ", ".join(GPUS)
-            raise PlanError(f"the rates of a {name} are not known. Name a similar machine with --machine: {known_ones}")
+            raise PlanError(f"the rates of the GPU {name} are unknown. Name a similar one with --machine: {known_ones}")
         machine = find_machine(f"{torch.cuda.device_count()}x{known}")
         machine = replace(machine, gpu=replace(machine.gpu, memory=torch.cuda.mem_get_info()[1]))
     machine = replace(machine, host_memory=available_bytes(), nvme=0)

@@ -44,8 +44,8 @@ def from_number(num_parameters: int) -> ModelSource:
     """Return a model of this many parameters in equal blocks, for model states alone."""
     sizes = [num_parameters // _NUM_BLOCKS + (place < num_parameters % _NUM_BLOCKS) for place in range(_NUM_BLOCKS)]
     note = (
-        f"model states alone, in {_NUM_BLOCKS} equal blocks: activations, logits, what stage 3 gathers, traffic and "
-        "time need a shape (--model instead of --params)"
+        f"model states only, in {_NUM_BLOCKS} equal blocks: activations, logits, gathered parameters, traffic and "
+        "time need a model (--model instead of --params)"
     )
     name = f"{num_parameters / 1e9:g} billion parameters" if num_parameters >= 1e8 else f"{num_parameters:,} parameters"
     return from_shapes(name, {f"blocks.{place}.weight": (size,) for place, size in enumerate(sizes)}, note)
@@ -68,9 +68,9 @@ def from_checkpoint(folder: Path) -> ModelSource:
             shapes = {name: tuple(checkpoint.stored(f"model/{name}").shape) for name in checkpoint.names("model/")}
     except (OSError, CheckpointError) as error:
         raise PlanError(
-            f"--model {folder}: holds neither a config.json of transformers nor a checkpoint of onefold ({error})."
+            f"--model {folder}: contains neither a config.json of transformers nor a checkpoint of onefold ({error})."
         ) from error
-    note = "model states alone: a checkpoint has no forward (for activations, name a model)"
+    note = "model states only: a checkpoint has no forward (name a model to plan activations)"
     return from_shapes(f"checkpoint {folder}", shapes, note)
 
 
@@ -100,7 +100,7 @@ def from_factory(spec: str, *, recompute: bool = False) -> ModelSource:
     """
     name, _, attribute = spec.partition(":")
     if not attribute:
-        raise PlanError(f"--model {spec}: expected a file, a folder, or module:function, as in mymodel:build")
+        raise PlanError(f"--model {spec} is no model. Give a file, a folder, or module:function (mymodel:build).")
     sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(name), attribute)
@@ -146,7 +146,7 @@ def from_transformers(given: str, config: Mapping[str, Any], *, lora: int = 0, r
         settings: Any = AutoConfig.for_model(**config)
     except Exception as error:  # its type depends on the key that is wrong
         text = " ".join(str(error).split())
-        raise PlanError(f"--model {given}: transformers refuses this config ({text}).") from error
+        raise PlanError(f"--model {given}: transformers rejects this config ({text}).") from error
     takes_pairs = bool(getattr(settings, "is_encoder_decoder", False))
 
     def build() -> nn.Module:
@@ -212,7 +212,7 @@ def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSou
         return from_transformers(name, transformers_config(name), lora=lora, recompute=recompute)
     if lora:
         raise PlanError(
-            f"--lora needs a model of transformers, and {text} is not one. Freeze parameters in its factory instead."
+            f"--lora needs a model of transformers, but {text} is not one. Freeze parameters in its factory instead."
         )
     if kind is ModelKind.PRESET:
         return from_preset(text, recompute=recompute)

@@ -87,7 +87,7 @@ def classify_model(text: str) -> ModelKind:
         exists, is_folder = path.exists(), path.is_dir()
         has_config = (path / "config.json").exists()
     except OSError as error:
-        raise PlanError(f"--model {text}: cannot read it ({reason(error)}).") from error
+        raise PlanError(f"--model {text}: cannot be read ({reason(error)}).") from error
     if not exists:
         return _classify_name(text)
     if is_folder and not has_config:
@@ -97,7 +97,7 @@ def classify_model(text: str) -> ModelKind:
         return ModelKind.CONFIG
     if is_folder:
         return ModelKind.CHECKPOINT
-    raise PlanError(f"--model {text}: has no model_type, so it is not a config of transformers.")
+    raise PlanError(f"--model {text}: not a config of transformers, because model_type is missing.")
 
 
 def _classify_name(text: str) -> ModelKind:
@@ -109,7 +109,7 @@ def _classify_name(text: str) -> ModelKind:
         return ModelKind.FACTORY
     names = ", ".join((*PRESET_NAMES, *(key.lower().replace(" ", "-") for key in SHAPES)))
     raise PlanError(
-        f"--model {text}: there is no such file or folder (nothing is downloaded). Give a folder or config.json of "
+        f"--model {text}: no such file or folder (nothing is downloaded). Give a folder or config.json of "
         f"transformers, a checkpoint, module:function, or one of {names}."
     )
 
@@ -119,7 +119,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         text = read_small(path, _MOST_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"--model {path}: cannot read the config ({reason(error)}).") from error
+        raise PlanError(f"--model {path}: the config cannot be read ({reason(error)}).") from error
     found = parse_json(text, f"--model {path}")
     for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
         layers = found.get(key)

@@ -22,7 +22,7 @@ from torch import nn
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
 from onefold.tools.estimate.dry_run import DryRun, dry_run
-from onefold.tools.estimate.op_times import OpTimer
+from onefold.tools.estimate.ops import OpTimer
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from onefold.tools.estimate.caching_allocator import CachingAllocator
-from onefold.tools.estimate.work import OpCall, Work
+from onefold.tools.estimate.ops import OpCall, Work
 
 
 class MemoryMoment(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from onefold.report.plan_report import KINDS, TIERS
@@ -50,55 +51,26 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
     num_groups = max((len(row.learning_rates) for row in rows), default=0)
     peak = ("peak so far", lambda row: row.memory.peak)
     clock = "Synchronized with the device." if waits_for_device else "Host time; the GPU runs asynchronously."
+    lines, stack = partial(_lines, rows), partial(_stack, rows)
+    rates = {f"group {i}" if num_groups > 1 else "learning rate": _rate_of(i) for i in range(num_groups)}
+    kinds = {kind: _kind_of(kind) for kind in KINDS} | ({rest: _rest_of} if on_device else {})
+    all_tiers = "All tiers, at the end of backward." + ("" if on_device else " Model states only.")
+    tiers = {f"held in {tier}": _tier_of(tier) for tier in TIERS} | {rest: _rest_of}
+    cpu_tier = "" if on_device else "On a CPU, the device tier is host memory."
+    phases = {phase: _phase_of(phase) for phase in PHASES}
+    sent = {operation: _sent_by(operation) for operation in operations}
     found = [
-        _lines(
-            "loss",
-            "Loss",
-            rows,
-            {"loss": lambda row: row.loss},
-            smoothed=True,
-            note="Mean over the micro-steps of rank 0.",
+        lines(
+            "loss", "Loss", {"loss": lambda row: row.loss}, smoothed=True, note="Mean over the micro-steps of rank 0."
         ),
-        _lines(
-            "learning-rate",
-            "Learning rate",
-            rows,
-            {f"group {i}" if num_groups > 1 else "learning rate": _rate_of(i) for i in range(num_groups)},
-        ),
-        _lines("gradient-norm", "Gradient norm", rows, {"norm": lambda row: row.grad_norm}, note="Before clipping."),
-        _lines("speed", "Samples per second", rows, {"of all ranks": lambda row: row.samples_per_second}),
-        _lines("loss-scale", "Loss scale", rows, {"scale": lambda row: row.loss_scale}),
-        _stack(
-            "memory-by-kind",
-            "Memory by kind",
-            rows,
-            {**{kind: _kind_of(kind) for kind in KINDS}, **({rest: _rest_of} if on_device else {})},
-            over=peak if on_device else None,
-            note="All tiers, at the end of backward." + ("" if on_device else " Model states only."),
-        ),
-        _stack(
-            "memory-by-tier",
-            "Memory by tier",
-            rows,
-            {**{f"held in {tier}": _tier_of(tier) for tier in TIERS}, rest: _rest_of},
-            over=peak,
-            note="" if on_device else "On a CPU, the device tier is host memory.",
-        ),
-        _stack(
-            "time",
-            "Time of a step",
-            rows,
-            {phase: _phase_of(phase) for phase in PHASES},
-            unit="seconds",
-            note=clock,
-        ),
-        _stack(
-            "traffic",
-            "Traffic of a step",
-            rows,
-            {operation: _sent_by(operation) for operation in operations},
-            note="Bytes that rank 0 sends, or moves between tiers.",
-        ),
+        lines("learning-rate", "Learning rate", rates),
+        lines("gradient-norm", "Gradient norm", {"norm": lambda row: row.grad_norm}, note="Before clipping."),
+        lines("speed", "Samples per second", {"of all ranks": lambda row: row.samples_per_second}),
+        lines("loss-scale", "Loss scale", {"scale": lambda row: row.loss_scale}),
+        stack("memory-by-kind", "Memory by kind", kinds, over=peak if on_device else None, note=all_tiers),
+        stack("memory-by-tier", "Memory by tier", tiers, over=peak, note=cpu_tier),
+        stack("time", "Time of a step", phases, unit="seconds", note=clock),
+        stack("traffic", "Traffic of a step", sent, note="Bytes that rank 0 sends, or moves between tiers."),
     ]
     return [chart for chart in found if chart is not None]
 
@@ -131,7 +103,7 @@ def _sent_by(operation: str) -> _Value:
 
 
 def _lines(
-    name: str, title: str, rows: Sequence[StepRow], values: dict[str, _Value], *, smoothed: bool = False, note: str = ""
+    rows: Sequence[StepRow], name: str, title: str, values: dict[str, _Value], *, smoothed: bool = False, note: str = ""
 ) -> Chart | None:
     columns = {key: [value(row) for row in rows] for key, value in values.items()}
     columns = {key: column for key, column in columns.items() if any(value is not None for value in column)}
@@ -145,9 +117,9 @@ def _lines(
 
 
 def _stack(
+    rows: Sequence[StepRow],
     name: str,
     title: str,
-    rows: Sequence[StepRow],
     values: dict[str, _Value],
     *,
     unit: Unit = "bytes",

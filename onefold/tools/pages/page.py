@@ -57,7 +57,7 @@ def status_of(run: RunFile) -> tuple[str, str]:
     """Return the status of the run, and its CSS class: good, bad or none."""
     if run.end is None:
         last = run.steps[-1].time if run.steps else float(run.facts["time"])
-        return f"no end is recorded: it is still running, or was killed after {_moment(last)}", ""
+        return f"running, or killed after {_moment(last)}", ""
     if run.end.get("reason") == "error":
         return f"ended by an error: {run.end.get('error')}", "bad"
     return f"ended {_moment(run.end.get('time'))}", "good"
@@ -66,7 +66,7 @@ def status_of(run: RunFile) -> tuple[str, str]:
 def _body(run: RunFile, charts: Sequence[Chart]) -> Iterable[str]:
     status, mood = status_of(run)
     yield f"<h1>{escape(title_of(run))}</h1>"
-    yield f'<p class="soft">began {escape(_moment(run.facts["time"]))} on {escape(_device(run))}</p>'
+    yield f'<p class="soft">started {escape(_moment(run.facts["time"]))} on {escape(_device(run))}</p>'
     yield f'<p class="{mood}">{escape(status)}</p>'
     yield '<div class="tiles">'
     yield from (f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in tiles_of(run))
@@ -205,7 +205,7 @@ def _plan_table(report: PlanReport) -> str:
         f'<td class="number {"good" if _difference(row) == "none" else ""}">{_difference(row)}</td></tr>'
         for row in report.rows()
     ]
-    heads = '<th>where</th><th>what</th><th class="number">planned</th><th class="number">measured</th>'
+    heads = '<th>tier</th><th>kind</th><th class="number">planned</th><th class="number">measured</th>'
     note = (
         f"Rank 0. Model states are measured at the end of backward; traffic is the mean of {report.num_steps:,} steps."
     )

@@ -33,8 +33,8 @@ def write_pngs(run: RunFile, folder: Path) -> list[Path]:
         figure = new_figure(8, 4)
         if figure is None:
             raise RunFileError(
-                "--png needs matplotlib, which is not installed. Run pip install 'onefold[plots]'; the page is written "
-                "without it."
+                "--png needs matplotlib, which is not installed. Run pip install 'onefold[plots]'. The page itself is "
+                "written."
             )
         _draw(figure.subplots(), chart)
         path = folder / f"report-{chart.name}.png"

@@ -48,7 +48,7 @@ class Corpus:
         self.num_train = self.num_bytes - self.num_held_out
         if self.num_train <= sequence_length:
             raise DataError(
-                f"{name} holds {self.num_bytes:,} bytes of text; sequences of {sequence_length} bytes need at least "
+                f"{name} has {self.num_bytes:,} bytes of text, but sequences of {sequence_length} bytes need at least "
                 f"{2 * sequence_length + 2:,}. Give more text with --data, or shorter sequences (a smaller --preset; "
                 "with --model --sequence-length)."
             )
@@ -120,7 +120,7 @@ def standard_library_files() -> list[Path]:
 
 def files_of(path: Path) -> list[Path]:
     if not path.exists():
-        raise DataError(f"--data {path}: there is no such file or folder")
+        raise DataError(f"--data {path}: no such file or folder")
     if path.is_file():
         return [path]
     visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))

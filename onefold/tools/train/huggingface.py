@@ -36,7 +36,7 @@ class HuggingFaceTask:
         longest = getattr(self._settings, "max_position_embeddings", None) or SEQUENCE_LENGTH
         self.sequence_length = options.sequence_length or min(SEQUENCE_LENGTH, longest)
         if self.sequence_length > longest:
-            raise DataError(f"--sequence-length {self.sequence_length}: {self._path} has {longest} positions")
+            raise DataError(f"--sequence-length {self.sequence_length} exceeds the {longest} positions of {self._path}")
         if self.sequence_length < 2:
             raise DataError("--sequence-length 1: a single token has no target. Give at least 2.")
         if self._path.is_dir() and not _has_weights(self._path):
@@ -131,11 +131,11 @@ def _settings(path: Path) -> Any:
     except ImportError as error:
         raise DataError(f"--model needs transformers: pip install 'onefold[huggingface]' ({error})") from error
     if not path.exists():
-        raise DataError(f"--model {path}: there is no such file or folder (nothing is downloaded)")
+        raise DataError(f"--model {path}: no such file or folder (nothing is downloaded)")
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"--model {path}: no config of a model that transformers knows: {error}") from error
+        raise DataError(f"--model {path}: not a config of a model that transformers supports: {error}") from error
 
 
 def _tokenizer(path: Path, settings: Any) -> Tokens:

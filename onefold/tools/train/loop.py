@@ -119,10 +119,8 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
     except MisfitError as error:
         first, *differences = str(error).splitlines()[:4]
         raise ResumeError(
-            f"--resume {options.folder}: {first}\n"
-            + "\n".join(differences)
-            + "\nThe model or the optimizer has changed "
-            "since that run. Resume with the model and the config that it was made with."
+            f"--resume {options.folder}: {first}\n" + "\n".join(differences) + "\nThe model or the optimizer differs "
+            "from that run. Resume with the model and the config of the run."
         ) from error
     if path is None or client_state is None:
         if options.resume:
@@ -130,7 +128,7 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
         return []
     if options.resume and engine.global_steps >= options.steps:
         raise ResumeError(
-            f"--resume {options.folder}: that run has done {engine.global_steps} of {options.steps} steps. Give "
+            f"--resume {options.folder}: the run has completed {engine.global_steps} of {options.steps} steps. Give "
             "a larger --steps to continue."
         )
     progress.print(f"resuming after step {engine.global_steps}, from {path}")
@@ -243,7 +241,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
     print(flush=True)
     show(summary)
     if sample:
-        print(f"\na sample, after {len(steps)} steps:\n{sample}")
+        print(f"\nsample after {len(steps)} steps:\n{sample}")
     print(
         f"\n{f'plot: {curve}' if curve else NO_CURVE}\nmetrics.jsonl and summary.json in {folder}\n{saved}", flush=True
     )

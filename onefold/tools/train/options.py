@@ -105,35 +105,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a causal language model of Hugging Face: a folder with its weights, config and tokenizer, or a "
         "config.json to start from random weights; nothing is downloaded (default: the built-in GPT)")  # fmt: skip
     add("--data", nargs="+", metavar="PATH",
-        help="text files or folders (default: the Python standard library's own source); with --model also rows of "
+        help="text files or folders (default: the source of Python's standard library); with --model also rows of "
         "JSON (.jsonl)")  # fmt: skip
     add("--lora", type=at_least_one, nargs="?", const=LORA_RANK, metavar="RANK",
-        help=f"with --model: train a LoRA adapter of this rank (without a number {LORA_RANK}) and leave the model as "
-        "it is")  # fmt: skip
+        help=f"with --model: train a LoRA adapter of this rank (default rank: {LORA_RANK}) and freeze the "
+        "model")  # fmt: skip
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=at_least_one, default=argparse.SUPPRESS, metavar="N",
         help=f"optimizer steps (default: {default.steps})")  # fmt: skip
     length.add_argument("--epochs", type=above_zero, default=argparse.SUPPRESS, metavar="N",
-        help="in place of --steps: how often each row of JSON is trained on, as in 3 or 0.5")  # fmt: skip
+        help="instead of --steps: number of passes over the rows of JSON, e.g. 3 or 0.5")  # fmt: skip
     add("--lr", type=above_zero, metavar="RATE",
-        help=f"learning rate, in place of the config's (default: {ADAPTER_RATE:g} with --lora, {MODEL_RATE:g} with "
+        help=f"learning rate, overrides the config (default: {ADAPTER_RATE:g} with --lora, {MODEL_RATE:g} with "
         f"--model, {LEARNING_RATE:g} for the GPT)")  # fmt: skip
     add("--batch", type=at_least_one, metavar="N",
-        help=f"sequences in a rank's micro-batch, in place of the config's (default: {MICRO_BATCH_SIZE})")  # fmt: skip
+        help=f"sequences per micro-batch and rank, overrides the config (default: {MICRO_BATCH_SIZE})")  # fmt: skip
     add("--accumulation", type=at_least_one, metavar="N",
-        help="micro-batches in a step, in place of the config's (default: 1)")  # fmt: skip
+        help="micro-batches per step, overrides the config (default: 1)")  # fmt: skip
     add("--sequence-length", type=at_least_one, metavar="N",
-        help="with --model: tokens per sequence (default: 512, or all positions that the model has)")  # fmt: skip
+        help="with --model: tokens per sequence (default: 512, or the model's limit if it is lower)")  # fmt: skip
     add("--bf16", action="store_true", help="train in bf16 (default: on GPUs, unless a config is given)")
-    add("--config", metavar="FILE", help="a DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
-    add("--stage", type=int, choices=(0, 1, 2, 3), help="in place of the config's zero_optimization.stage")
+    add("--config", metavar="FILE", help="DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage, overrides zero_optimization.stage")
     add("--preset", choices=PRESET_NAMES,
         help=f"size of the GPT; tiny has 1.0M parameters, small 1.3M (default: {default.preset})")  # fmt: skip
     add("--out", metavar="FOLDER",
-        help="where weights, record, page, plot, metrics and summary go (default: a new one in runs/)")  # fmt: skip
-    add("--seed", type=not_negative, metavar="N", help=f"of weights, data and sample (default: {default.seed})")
+        help="folder for weights, record, page, plot, metrics and summary (default: a new one in runs/)")  # fmt: skip
+    add("--seed", type=not_negative, metavar="N", help=f"seed of weights, data and sample (default: {default.seed})")
     add("--eval-every", type=not_negative, metavar="N",
-        help="compute the held-out loss every N steps too (default: at the end only)")  # fmt: skip
+        help="compute the held-out loss every N steps (default: at the end only)")  # fmt: skip
     saved = parser.add_mutually_exclusive_group()
     saved.add_argument("--no-save", dest="save", action="store_false", default=argparse.SUPPRESS,
         help="do not write the trained weights (default: into OUT/adapter with --lora, else OUT/model)")  # fmt: skip
@@ -144,10 +144,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: none)")  # fmt: skip
     add("--resume", metavar="FOLDER",
         help="continue the run in this folder from its last checkpoint, with its model, data and settings, on any "
-        "number of ranks and in any stage, up to --steps in all")  # fmt: skip
-    add("--prompt", metavar="TEXT", help=f"what the sample at the end continues (default: {default.prompt!r})")
+        "number of ranks and in any stage, up to --steps in total")  # fmt: skip
+    add("--prompt", metavar="TEXT", help=f"prompt of the generated sample (default: {default.prompt!r})")
     add("--sample-length", type=not_negative, metavar="N",
-        help=f"bytes of sample, or tokens with --model (default: {default.sample_length})")  # fmt: skip
+        help=f"length of the sample in bytes, or tokens with --model (default: {default.sample_length})")  # fmt: skip
 
 
 # -- settings of a run -----------------------------------------------------------------------------------------------
@@ -179,15 +179,15 @@ def _resumed(folder: str, given: dict[str, Any]) -> TrainOptions:
     """Merge the recorded options of a run with the given ones. Raise if they contradict each other."""
     recorded = _read_settings(Path(folder))
     if given.pop("out", folder) != folder:
-        raise OptionError(f"--resume {folder}: a resumed run stays in its folder. Leave --out out.")
+        raise OptionError(f"--resume {folder}: a resumed run writes to its own folder. Leave out --out.")
     for name in KEPT:
         then, now = (_comparable(name, options.get(name, getattr(TrainOptions, name))) for options in (recorded, given))
         if name in given and then != now:
             flag = f"--{name.replace('_', '-')}"
             if not then and name != "seed":
-                raise OptionError(f"--resume {folder}: that run does not have {flag}. Leave it out.")
+                raise OptionError(f"--resume {folder}: the run does not use {flag}. Leave it out.")
             words = f"{flag} {' '.join(then) if isinstance(then, tuple) else then}"
-            raise OptionError(f"--resume {folder}: that run has {words}. Leave {flag} out, or give {words}.")
+            raise OptionError(f"--resume {folder}: the run uses {words}. Leave {flag} out, or give {words}.")
     recorded |= {"data": tuple(recorded.get("data", ())), "resume": True, "out": folder}
     if recorded.get("config") is not None:
         recorded["config"] = str(Path(folder, recorded["config"]))
@@ -196,14 +196,14 @@ def _resumed(folder: str, given: dict[str, Any]) -> TrainOptions:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise OptionError(f"--resume {folder}: there is no such folder")
+        raise OptionError(f"--resume {folder}: no such folder")
     path = folder / SETTINGS
     if not path.is_file():
-        raise OptionError(f"--resume {folder}: has no {SETTINGS}, which `onefold train` writes")
+        raise OptionError(f"--resume {folder}: not a folder of `onefold train`, because {SETTINGS} is missing")
     try:
         recorded = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise OptionError(f"--resume {folder}: cannot read {path} ({error})") from error
+        raise OptionError(f"--resume {folder}: {path} cannot be read ({error})") from error
     unknown = set(recorded) - {field.name for field in fields(TrainOptions)} if isinstance(recorded, dict) else {"?"}
     if unknown:
         raise OptionError(f"--resume {folder}: {path} has unknown settings: {', '.join(unknown)}")
@@ -223,14 +223,14 @@ def check_inputs(options: TrainOptions) -> None:
     """Raise OptionError for missing files and contradictions that can be found without torch."""
     prepare_config(options, on_gpus=False)
     if options.out is not None and Path(options.out).exists() and not Path(options.out).is_dir():
-        raise OptionError(f"--out {options.out}: is not a folder")
+        raise OptionError(f"--out {options.out}: not a folder")
     for path in options.data:
         if not Path(path).exists():
-            raise OptionError(f"--data {path}: there is no such file or folder")
+            raise OptionError(f"--data {path}: no such file or folder")
     if options.model is None:
         return
     if not Path(options.model).exists():
-        raise OptionError(f"--model {options.model}: there is no such file or folder (nothing is downloaded)")
+        raise OptionError(f"--model {options.model}: no such file or folder (nothing is downloaded)")
     if not Path(options.model).is_file() and not Path(options.model).is_dir():
         raise OptionError(f"--model {options.model}: neither a folder nor a file")
     for package in ("transformers", *(["peft"] if options.lora else [])):
@@ -296,7 +296,7 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
                 _set_parameter(document, "scheduler", name, value)
                 if options.config is not None:
                     notes.append(f"scheduler.params.{name} = {value}")
-    line = (f"missing values filled in: {', '.join(notes)}",) if notes else ()
+    line = (f"defaults for missing keys: {', '.join(notes)}",) if notes else ()
     return PreparedConfig(document, line)
 
 

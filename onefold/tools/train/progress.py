@@ -15,12 +15,12 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from onefold.comm.ledger import Row
+from onefold.comm.collective import Row
 from onefold.log import format_bytes
 from onefold.tools.pages.charts import smooth
 from onefold.tools.pages.plots import new_figure
 
-NO_CURVE = "no loss curve: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
+NO_CURVE = "no plot: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Tokens:
         self.begin: list[int] = [token for token in whole[:1] if token != end]
 
     def describe(self) -> str:
-        return "bytes as tokens (the model's folder has no tokenizer)" if self._tokenizer is None else "its own tokens"
+        return "bytes as tokens (the model's folder has no tokenizer)" if self._tokenizer is None else "its tokens"
 
     def encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -129,7 +129,7 @@ class Lines:
         self.num_train = len(self._places) - self._num_held_out
         if self.num_train < 1:
             raise DataError(
-                f"--data {self.name}: {len(self._places)} rows; at least two are needed, because one is held out"
+                f"--data {self.name} has {len(self._places)} rows. Give at least two, because one is held out."
             )
 
     def describe(self) -> str:
@@ -216,8 +216,8 @@ def read_row(line: bytes, where: str) -> tuple[str, str | list[Any]]:
     else:
         found = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
         raise DataError(
-            f"{where}: has {found[:200]}. A row needs text, or prompt and completion, or instruction and output "
-            "(each a string), or messages"
+            f"{where}: the row has {found[:200]}. Give text, or prompt and completion, or instruction and output "
+            "(each a string), or messages."
         )
     if not text.strip():
         raise DataError(f"{where}: the text is empty")

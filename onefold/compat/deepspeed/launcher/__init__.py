@@ -1,5 +1,0 @@
-"""Starting ranks."""
-
-from onefold.compat.lazy import names
-
-__getattr__, __dir__ = names(__name__, {})

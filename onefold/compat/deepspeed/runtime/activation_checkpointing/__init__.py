@@ -1,5 +1,0 @@
-"""Activation checkpointing."""
-
-from onefold.compat.lazy import names
-
-__getattr__, __dir__ = names(__name__, {})

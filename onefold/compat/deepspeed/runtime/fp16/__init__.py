@@ -1,5 +1,0 @@
-"""Loss scaling."""
-
-from onefold.compat.lazy import names
-
-__getattr__, __dir__ = names(__name__, {})

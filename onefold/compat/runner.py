@@ -1,0 +1,251 @@
+"""The command `deepspeed`: onefold's launcher with the flags of DeepSpeed's.
+
+On one node it is `onefold launch`. With a hostfile of several it starts itself on each of them by ssh, with the
+variables of `.deepspeed_env` and of this shell that matter to a run. With `--no_ssh`, it is started on each node by
+other means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from onefold.tools.cli.launch import choose, launch, limit, parse_choice, parse_hostfile, read_hostfile
+from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
+
+DLTS_HOSTFILE = DEFAULT_HOSTFILE
+DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "OMP_NUM_THREADS", "TORCH_"]
+PDSH_MAX_FAN_OUT = 1024
+
+_SSH = ("pdsh", "ssh")
+# Flags that ask for what this launcher does not do, with what to do instead.
+_REFUSED = {
+    "autotuning": "the launcher does not search for a config; `onefold tune` does",
+    "elastic_training": "a job keeps its nodes; a checkpoint loads on any number of ranks",
+    "launcher_args": "ssh takes its options from ~/.ssh/config",
+    "enable_each_rank_log": "redirect the output of the ranks in your own script",
+}
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed",
+        description="Start a script on every GPU of this node, or of all nodes of a hostfile. onefold's launcher with "
+        "DeepSpeed's flags; `onefold launch` is the same without ssh.",
+        epilog="examples:\n  deepspeed train.py --deepspeed_config ds_config.json\n"
+        "  deepspeed --num_gpus 2 train.py\n  deepspeed --include localhost:1,3 train.py\n"
+        "  deepspeed --hostfile hosts train.py        lines such as `node1 slots=8`; reaches the nodes by ssh",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="nodes, one a line: `node1 slots=8`")
+    add("-i", "--include", default="", help="use only these: node1:0,2@node2")
+    add("-e", "--exclude", default="", help="use all but these: node1:0,2@node2")
+    add("--num_nodes", type=int, default=-1, help="the first so many nodes of the hostfile")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each node")
+    add("--master_addr", default="", help="address of the first node")
+    add("--master_port", type=int, default=DEFAULT_PORT, help="port on the first node")
+    add("--node_rank", type=int, default=-1, help="which node this is, with --no_ssh")
+    add("--launcher", default="pdsh", help="how other nodes are reached: pdsh or ssh (both mean ssh)")
+    add(
+        "--no_ssh",
+        action="store_true",
+        help="start only this node; the command is started on the others by other means",
+    )
+    add("--no_ssh_check", action="store_true", help="do not try ssh before the job")
+    add("--ssh_port", type=int, help="port of the ssh servers")
+    add("--venv_script", help="a script that is sourced on each node before anything else")
+    add("--force_multi", action="store_true", help="treat one node of a hostfile as several: reach it by ssh")
+    add("--module", action="store_true", help="the script is a module, as for `python -m`")
+    add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--no_local_rank", action="store_true", help="do not hand --local_rank=N to the script")
+    add("--save_pid", action="store_true", help="write this process's number to a file next to the script")
+    add("-q", "--quiet", action="store_true", help="say nothing but errors")
+    add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"])
+    add("--bind_cores_to_rank", action="store_true", help="accepted: each rank gets its share of threads anyway")
+    add("--bind_core_list", help="accepted, see --bind_cores_to_rank")
+    add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add("--elastic_training", action="store_true", help=argparse.SUPPRESS)
+    add("--autotuning", default="", choices=["tune", "run"], help=argparse.SUPPRESS)
+    add("--launcher_args", default="", help=argparse.SUPPRESS)
+    add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
+    add("user_script", metavar="SCRIPT", help="what every rank runs")
+    add("user_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 wrong use, otherwise that of the rank that failed. From Python wrong use raises."""
+    given = list(sys.argv[1:] if args is None else args)
+    options = parse_args(given)
+    try:
+        _check(options)
+        os.environ |= read_environment()
+        if options.save_pid:
+            Path(f"{options.user_script}.pid").write_text(f"{os.getpid()}\n")
+        nodes = _nodes(options)
+        if options.no_ssh or not (len(nodes) > 1 or (nodes and options.force_multi)):
+            return launch(_here(options, nodes))
+        return _run_everywhere(list(nodes), options, given)
+    except UsageError as error:
+        if args is not None:
+            raise
+        print(f"deepspeed: {error}", file=sys.stderr)
+        return 2
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int]:
+    """Return the slots of each node in a hostfile; none if there is no such file."""
+    if not Path(hostfile_path).is_file():
+        return {}
+    return {node: len(slots) for node, slots in read_hostfile(hostfile_path).items()}
+
+
+def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    return {node: len(slots) for node, slots in parse_hostfile(hostfile_lines).items()}
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Return the slots of each node that `node1:0,2@node2` selects. A node may be named several times."""
+    if include_str and exclude_str:
+        raise UsageError("include_str and exclude_str say the same thing in two ways: give one of them")
+    listed: dict[str, set[int]] = {}
+    for part in (include_str or exclude_str).split("@") if include_str or exclude_str else ():
+        for node, slots in parse_choice(part).items():
+            if node not in host_info:
+                raise UsageError(f"Hostname '{node}' not found in the hostfile")
+            for slot in slots or ():
+                if slot not in host_info[node]:
+                    raise UsageError(f"No slot '{slot}' specified on host '{node}'")
+            listed.setdefault(node, set()).update(host_info[node] if slots is None else slots)
+    left = {
+        node: [slot for slot in slots if (slot in listed.get(node, ())) == bool(include_str)]
+        for node, slots in host_info.items()
+    }
+    return {node: slots for node, slots in left.items() if slots}
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    pool = {node: list(range(num_slots)) for node, num_slots in resource_pool.items()}
+    return parse_resource_filter(pool, include_str=inclusion, exclude_str=exclusion)
+
+
+def encode_world_info(world_info: Mapping[str, object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def read_environment() -> dict[str, str]:
+    """Return the variables of `.deepspeed_env` files in the home folder and here, or of the file in `DS_ENV_FILE`."""
+    places = [Path(folder) / DEEPSPEED_ENVIRONMENT_NAME for folder in DEEPSPEED_ENVIRONMENT_PATHS]
+    found: dict[str, str] = {}
+    for path in (path for path in places if path.is_file()):
+        for line in path.read_text().splitlines():
+            name, equals, value = line.strip().partition("=")
+            if equals and not name.startswith("#"):
+                found[name] = value
+    return found
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, reason in _REFUSED.items():
+        if getattr(options, name) not in ("", "None", False):
+            raise UsageError(f"--{name}: {reason}; leave it out")
+    if (options.include or options.exclude) and (options.num_nodes, options.num_gpus) != (-1, -1):
+        raise UsageError("--include and --exclude say which slots take part: leave --num_nodes and --num_gpus out")
+    if options.launcher.lower() not in _SSH and not options.no_ssh:
+        raise UsageError(
+            f"--launcher {options.launcher}: nodes are reached by ssh. Under another launcher start `deepspeed "
+            "--no_ssh --node_rank K --master_addr NODE --num_nodes N` on every node"
+        )
+
+
+def _nodes(options: argparse.Namespace) -> Mapping[str, tuple[int, ...]]:
+    """Return the nodes and slots of the hostfile that take part; none if there is no hostfile."""
+    if not Path(options.hostfile).is_file():
+        if options.hostfile != DLTS_HOSTFILE:
+            raise UsageError(f"hostfile {options.hostfile}: no such file")
+        return {}
+    chosen = choose(read_hostfile(options.hostfile), options.include, options.exclude)
+    return limit(chosen, _or_none(options.num_nodes), _or_none(options.num_gpus))
+
+
+def _or_none(number: int) -> int | None:
+    return None if number == -1 else number
+
+
+def _here(options: argparse.Namespace, nodes: Mapping[str, tuple[int, ...]]) -> argparse.Namespace:
+    """Return the flags as flags of `onefold launch`."""
+    alone = not nodes and options.num_nodes in (-1, 1)
+    return argparse.Namespace(
+        script=options.user_script,
+        arguments=options.user_args,
+        module=options.module,
+        no_python=options.no_python,
+        passes_local_rank=not options.no_local_rank and not options.no_python,
+        hostfile=options.hostfile if nodes else None,
+        include=options.include,
+        exclude=options.exclude,
+        num_gpus=_or_none(options.num_gpus),
+        quiet=options.quiet,
+        num_nodes=_or_none(options.num_nodes),
+        node_rank=_or_none(options.node_rank),
+        master_addr=options.master_addr or None,
+        master_port=None if alone and options.master_port == DEFAULT_PORT else options.master_port,
+        max_restarts=0,
+    )
+
+
+def _run_everywhere(nodes: list[str], options: argparse.Namespace, given: list[str]) -> int:
+    """Start this command on every node by ssh; when one fails, stop the others and return its code."""
+    ssh = ["ssh", *(["-p", str(options.ssh_port)] if options.ssh_port else [])]
+    address = options.master_addr or nodes[0]
+    if not options.no_ssh_check:
+        tried = subprocess.run([*ssh, "-o", "PasswordAuthentication=no", nodes[0], "hostname"], capture_output=True)
+        if tried.returncode:
+            raise UsageError(
+                f"ssh to {nodes[0]} failed: {tried.stderr.decode().strip()}. All nodes must be reachable by ssh "
+                "without a password; --no_ssh starts this node alone"
+            )
+    exports = {name: value for name, value in os.environ.items() if name.startswith(tuple(EXPORT_ENVS))}
+    exports |= read_environment()
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    lines += [f"source {shlex.quote(options.venv_script)}"] if options.venv_script else []
+    lines += [f"cd {shlex.quote(os.getcwd())}"]
+    command = [sys.executable, "-m", "onefold.compat.runner", "--no_ssh", "--master_addr", address]
+    running = {
+        node: subprocess.Popen(
+            [*ssh, node, "; ".join([*lines, shlex.join([*command, "--node_rank", str(rank), *given])])]
+        )
+        for rank, node in enumerate(nodes)
+    }
+    try:
+        while running:
+            for node, process in list(running.items()):
+                code = process.poll()
+                if code:
+                    print(f"deepspeed: node {node} ended with {code}", file=sys.stderr)
+                    return code
+                if code == 0:
+                    del running[node]
+            time.sleep(0.2)
+        return 0
+    finally:
+        for process in running.values():
+            process.terminate()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
