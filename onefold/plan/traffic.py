@@ -106,8 +106,8 @@ def _copies(
     if not spec.trainable or not spec.residency.offloads_states:
         return
     gradient, weight = first[REDUCED_GRADIENT], first[MASTER]
-    # One micro-step of one rank is exact in its own dtype; sums over ranks are not. A GPU adds to sums over micro-steps,
-    # which are copied to it and back.
+    # One micro-step of one rank is exact in its own dtype; sums over ranks are not. Sums over micro-steps are copied to
+    # the GPU, which adds to them, and back.
     is_summed = device_casts and plan.num_micro_steps > 1
     reduced = plan.precision.of_reduced(spec.dtype, 2 if is_summed else 1, spec.layout.num_shards)
     yield Tier.DEVICE, gradient.tier, num_micro_steps * gradient.numel * reduced.itemsize
