@@ -80,7 +80,7 @@ def to_torch_tensor(
 def _output_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = OUTPUT_DTYPE_NAMES.get(str(dtype).removeprefix("torch.").lower())
     if found is None:
-        raise ValueError(f"Unsupported output dtype {dtype!r}: it is one of {', '.join(OUTPUT_DTYPE_NAMES)}")
+        raise ValueError(f"Unsupported output dtype {dtype!r}. Use one of {', '.join(OUTPUT_DTYPE_NAMES)}.")
     return found
 
 

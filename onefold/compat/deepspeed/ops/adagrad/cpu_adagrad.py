@@ -24,5 +24,5 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if amsgrad or not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPUAdagrad: amsgrad and 16-bit states are not offered; leave them out")
+            raise ValueError("DeepSpeedCPUAdagrad: amsgrad and 16-bit states are not supported. Leave them out.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -28,9 +28,9 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not bias_correction:
-            raise ValueError(f"{type(self).__name__}: bias_correction=False is not offered; torch's kernels correct")
+            raise ValueError(f"{type(self).__name__}: bias_correction=False is not supported. Leave it out.")
         if not fp32_optimizer_states:
-            raise ValueError(f"{type(self).__name__}: leave fp32_optimizer_states out, and set onefold.state_dtype")
+            raise ValueError(f"{type(self).__name__}: fp32_optimizer_states is not supported. Set onefold.state_dtype.")
         self.adam_w_mode = adamw_mode
         super().__init__(
             model_params,

@@ -27,7 +27,7 @@ class FusedAdam(torch.optim.Adam, metaclass=OrOfEngine):
         set_grad_none: bool = True,
     ) -> None:
         if not bias_correction:
-            raise ValueError("FusedAdam: bias_correction=False is not offered; torch's kernels correct")
+            raise ValueError("FusedAdam: bias_correction=False is not supported. Leave it out.")
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         self.adam_w_mode = int(adam_w_mode)

@@ -24,7 +24,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPULion: leave fp32_optimizer_states out, and set onefold.state_dtype")
+            raise ValueError("DeepSpeedCPULion: fp32_optimizer_states is not supported. Set onefold.state_dtype.")
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
