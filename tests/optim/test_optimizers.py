@@ -598,7 +598,7 @@ class Perturbing(Counting):
 def other_methods() -> None:
     model = net()
     engine = start(model, settings_of(2, "", ""), optimizer=Perturbing(model.parameters()))
-    with pytest.raises(AttributeError, match=r"Perturbing.*first_step\(\) is not offered"):
+    with pytest.raises(AttributeError, match=r"Perturbing.*first_step\(\) is not supported"):
         engine.optimizer.first_step()
     assert engine.optimizer.calls == 0
 
