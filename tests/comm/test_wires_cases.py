@@ -1036,9 +1036,9 @@ def described(name: str, dtype: str, accumulation: int) -> dict[str, Any]:
 WORDS = {
     "stage 3": [],
     "hpZ": ["a secondary shard among every 2 ranks"],
-    "qwZ": ["travelling as int8"],
-    "qgZ": ["travelling as int4"],
-    "all": ["a secondary shard among every 2 ranks", "travelling as int8", "travelling as int4"],
+    "qwZ": ["communicated as int8"],
+    "qgZ": ["communicated as int4"],
+    "all": ["a secondary shard among every 2 ranks", "communicated as int8", "communicated as int4"],
     "frozen": ["frozen", "int8"],
 }
 
@@ -1050,7 +1050,7 @@ def test_the_plan_speaks_of_its_wires_and_counts_their_bytes(on_ranks, name, dty
         for word in WORDS[name]:
             assert word in found["text"]
         if not WORDS[name]:
-            assert "travelling" not in found["text"]
+            assert "communicated as" not in found["text"]
             assert "second" not in found["text"]
         planned, size = found["planned"], 4 if dtype == "fp32" else 2
         second = found["elements"] * size // 2 if "zero_hpz_partition_size" in KEYS[name] else 0

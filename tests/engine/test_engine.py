@@ -281,7 +281,7 @@ def test_the_description_names_the_stage_and_what_stays_unsharded(on_ranks):
     assert "masters" not in two["bytes per rank"], "what is not held is not listed"
     small = lines(2, 3, stage3_param_persistence_threshold=10**6)["parameters"]
     assert small.startswith("unsharded: all are below the persistence threshold")
-    assert lines(2, 3, stage3_param_persistence_threshold=0)["parameters"].startswith("sharded: whole only while")
+    assert lines(2, 3, stage3_param_persistence_threshold=0)["parameters"].startswith("sharded: unsharded only while")
     assert "but for " in lines(2, 3, stage3_param_persistence_threshold=100)["parameters"]
     assert lines(1, 2)["gradients"].startswith("not sharded (1 rank)")
     offloaded = lines(2, 2, offload_optimizer={"device": "cpu"})
