@@ -300,9 +300,9 @@ def _of_several(optimizers: Sequence[torch.optim.Optimizer]) -> Chosen:
     if without_rule or not chosen:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(
-            f"optimizer: a list ({names}) cannot contain {', '.join(without_rule) or 'no optimizer'}. "
-            "Use optimizers that onefold implements: torch's Adam, AdamW, SGD, Adagrad and Muon, "
-            "and classes with an onefold_rule."
+            f"optimizer: a list ({names}) cannot "
+            f"{'contain ' + ', '.join(without_rule) if without_rule else 'be empty'}. Use optimizers that onefold "
+            "implements: torch's Adam, AdamW, SGD, Adagrad and Muon, and classes with an onefold_rule."
         )
     groups = [group for each in chosen for group in each.groups]
     rules = tuple(rule for each in chosen for rule in each.rules)
