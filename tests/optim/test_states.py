@@ -762,8 +762,8 @@ def test_a_parameter_without_elements_is_saved(on_ranks, tmp_path):
 @pytest.mark.parametrize(("given", "told"), [
     ({"onefold": {"master_dtype": "bf16_int8"}}, "onefold.master_dtype = bf16_int8 needs bf16 weights"),
     ({"onefold": {"master_dtype": "bf16_int8"}, "fp16": {"enabled": True}}, "needs bf16 weights"),
-    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "bf16"}}, "type = adamw_8bit has states"),
-    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "fp32"}}, "type = adamw_8bit has states"),
+    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "bf16"}}, "type = adamw_8bit has 8-bit states"),
+    ({"optimizer": {"type": "adamw_8bit"}, "onefold": {"state_dtype": "fp32"}}, "type = adamw_8bit has 8-bit states"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "onefold": {"master_dtype": "bf16_int8"}},
      "bf16_master_weights_and_grads and onefold.master_dtype = bf16_int8 differ"),
 ])  # fmt: skip
