@@ -620,7 +620,7 @@ def apart() -> str:
 
 def test_a_rank_that_steps_while_another_calls_a_method_is_named(on_ranks):
     for text in on_ranks(2, apart):
-        assert "rank 1 calls engine.step() where rank 0 calls optimizer.eval()" in text
+        assert "rank 1 calls engine.step(), but rank 0 calls optimizer.eval()" in text
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -822,7 +822,7 @@ def nadam(model: nn.Module) -> torch.optim.Optimizer:
     (ADAMW, "momentum", 0.1, "optimizer.param_groups[0].momentum: optimizer AdamW does not read it"),
     (MUON, "adjust_lr_fn", "nonsense", "optimizer.param_groups[0].adjust_lr_fn = 'nonsense': expected one of"),
     (MUON, "use_muon", False, "optimizer.param_groups[0].use_muon was True at initialize and is False now"),
-    (MUON, "muon_lr", 0.1, "optimizer.param_groups[0].muon_lr: optimizer Muon does not read it"),
+    (MUON, "muon_lr", 0.1, "optimizer.param_groups[0].muon_lr: optimizer Muon does not use it"),
     (MUON, "ns_steps", 0, "optimizer.param_groups[0].ns_steps = 0: expected"),
     (nadam, "lr", "x", "optimizer.param_groups[0].lr = 'x': expected a number"),
     (nadam, "lr", -1, "optimizer.param_groups[0].lr = -1: expected at least 0"),
