@@ -80,7 +80,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             raise ValueError("optimizer.step(closure) is not supported. Call backward before the step.")
         step = self.step_of_engine()
         if step is None:
-            raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+            raise RuntimeError("the engine of this optimizer is closed, so its shards do not exist")
         step()
 
     def learn(self, state: TrainState, offloaded: OffloadedStates, stands_for: type[torch.optim.Optimizer]) -> None:
@@ -365,7 +365,7 @@ def _state_dict_of(reference: weakref.ref[ZeROOptimizer]) -> dict[str, Any]:
     """Return this rank's states by number, as copies, and the groups, like an optimizer of torch."""
     optimizer = reference()
     if optimizer is None:
-        raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+        raise RuntimeError("the engine of this optimizer is closed, so its shards do not exist")
     states = [{name: _copied(value) for name, value in state.items()} for state in optimizer.state.values()]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"state": dict(enumerate(states)), "param_groups": groups}

@@ -987,7 +987,11 @@ def refused(settings: dict[str, Any]) -> str:
         (3, {"zero": {"zero_hpz_partition_size": 2}, "node": 3}, ["zero_hpz_partition_size = 2", "3 ranks", "1, 3"]),
         (4, {"zero": {"zero_hpz_partition_size": 3}}, ["zero_hpz_partition_size = 3", "4 ranks", "1, 2, 4"]),
         (4, {"zero": {"zero_hpz_partition_size": 8}}, ["zero_hpz_partition_size = 8", "4 ranks", "1, 2, 4"]),
-        (1, {"zero": {"zero_hpz_partition_size": 2}, "node": 1}, ["zero_hpz_partition_size = 2", "1 ranks", ": 1"]),
+        (
+            1,
+            {"zero": {"zero_hpz_partition_size": 2}, "node": 1},
+            ["zero_hpz_partition_size = 2", "1 ranks", "Use one of 1"],
+        ),
         (4, {"node": 3}, ["onefold.node_size = 3", "4 ranks", "1, 2, 4"]),
         (3, {"node": 2}, ["onefold.node_size = 2", "3 ranks", "1, 3"]),
     ],
