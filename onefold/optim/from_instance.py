@@ -68,7 +68,7 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> ChosenOptimizer
     """Combine several optimizers of one model into one with all of their groups, each stepped by its rule."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: a list must hold torch optimizers, not {type(optimizer).__name__}")
+            raise TypeError(f"optimizer: a list must contain torch optimizers, not {type(optimizer).__name__}")
     chosen = [from_instance(optimizer) for optimizer in optimizers]
     if any(each.low_bits is not None for each in chosen):
         raise ConfigError(
