@@ -350,7 +350,9 @@ class _PeriodicThread:
         self._is_over = self._is_over or for_good
         self._stop.set()
         thread, self._thread, self._activity.is_watched = self._thread, None, False
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.ident is not None:  # otherwise it is being started, and ends at once, because its event is set
             thread.join(_JOIN_SECONDS)
 
     def _run(self, stop: threading.Event) -> None:
