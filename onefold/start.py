@@ -84,7 +84,7 @@ def initialize(
     given = list(model_parameters) if model_parameters is not None else []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizer is not None and settings.optimizer is not None:
-        unread = "optimizer: initialize was given an optimizer, so the section is not read"
+        unread = "optimizer: the section is ignored, because an optimizer was passed to initialize"
         _log_notices([unread], speaks=is_first)
         settings = replace(settings, optimizer=None)
     plan = make_plan(settings, world)

@@ -932,8 +932,8 @@ MUTATIONS = [
     Mutation(
         "what-fits-masters",
         "docs/tools/formulas.py",
-        "return on_every_rank + sharded / world(case)",
-        "return on_every_rank + sharded",
+        "rest * (of.rest + of.rest_sharded / world(case))",
+        "rest * (of.rest + of.rest_sharded)",
         "test_what_fits.py -k model_states",
     ),
     Mutation(

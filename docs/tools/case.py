@@ -7,18 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PerElement:
-    """Bytes that one rank stores per element, for three kinds of parameters.
+    """Bytes per element that every rank stores and, as `..._sharded`, that all ranks store together."""
 
-    Each has the bytes that every rank stores and, as `..._sharded`, those that all ranks store together.
-    """
-
-    norms: float
-    norms_sharded: float
     in_cpu: float
-    """Of matrices within `max_in_cpu`."""
+    """Of parameters within `max_in_cpu`."""
     in_cpu_sharded: float
     rest: float
-    """Of all other matrices."""
     rest_sharded: float
 
 

@@ -45,7 +45,7 @@ def block_weights(case: Case) -> float:
 
 
 def norm_weights(case: Case) -> float:
-    """Return the elements of all norms, which stay unsharded."""
+    """Return the elements of all norms."""
     return (2 * case.layers + 1) * case.hidden
 
 
@@ -67,23 +67,18 @@ def num_parameters(case: Case) -> float:
 
 
 def elements_in_cpu(case: Case) -> float:
-    """Return the elements of whole units of a rank within `max_in_cpu`: all, or the embedding and the first blocks."""
-    shard = num_parameters(case) / world(case)
-    table = table_weights(case) / world(case)
-    block = block_weights(case) / world(case)
-    blocks = min(case.layers, (MAX_IN_CPU - table) // block)
-    some = table + blocks * block if table <= MAX_IN_CPU else 0
-    return shard if shard <= MAX_IN_CPU else some
+    """Return the elements of whole units within `max_in_cpu`: all, or the embedding and the first blocks."""
+    room = MAX_IN_CPU * world(case)
+    blocks = min(case.layers, (room - table_weights(case)) // block_weights(case))
+    some = table_weights(case) + blocks * block_weights(case) if table_weights(case) <= room else 0
+    return num_parameters(case) if num_parameters(case) <= room else some
 
 
 def stored(case: Case, of: PerElement) -> float:
     """Return the bytes of one rank."""
-    norms = norm_weights(case)
-    matrices = num_parameters(case) - norms
-    in_cpu = min(matrices, elements_in_cpu(case) * world(case))
-    on_every_rank = norms * of.norms + in_cpu * of.in_cpu + (matrices - in_cpu) * of.rest
-    sharded = norms * of.norms_sharded + in_cpu * of.in_cpu_sharded + (matrices - in_cpu) * of.rest_sharded
-    return on_every_rank + sharded / world(case)
+    in_cpu = elements_in_cpu(case)
+    rest = num_parameters(case) - in_cpu
+    return in_cpu * (of.in_cpu + of.in_cpu_sharded / world(case)) + rest * (of.rest + of.rest_sharded / world(case))
 
 
 def stored_parameters(case: Case) -> float:

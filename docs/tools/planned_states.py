@@ -61,13 +61,12 @@ def _planned_states(document: str, accumulates: bool, many: bool) -> dict[str, A
     # With several ranks, bytes per element are a constant and a part that is proportional to 1 / ranks.
     plans = [replace(make_plan(config, num), accumulates=accumulates) for num in ((2, 4) if many else (1,))]
     found: dict[str, dict[str, float]] = {column: {} for column in _COLUMNS}
-    for name, options in (("norms", {"persistent": True}), ("in_cpu", {}), ("rest", {"max_in_cpu": 0})):
-        specs = [_spec(plan, **options) for plan in plans]
-        held = [
-            {tier: count_bytes([spec], plan, tier) for tier in Tier} for spec, plan in zip(specs, plans, strict=True)
-        ]
+    for name, max_in_cpu in (("in_cpu", _NUMEL), ("rest", 0)):
+        specs = [_spec(plan, max_in_cpu) for plan in plans]
+        pairs = list(zip(specs, plans, strict=True))
         for column, (tier, kinds) in _COLUMNS.items():
-            first, *second = (sum(getattr(each[tier], kind) for kind in kinds) / _NUMEL for each in held)
+            held = [count_bytes([spec], plan, tier) for spec, plan in pairs]
+            first, *second = (sum(getattr(each, kind) for kind in kinds) / _NUMEL for each in held)
             sharded = 4 * (first - second[0]) if second else 0
             found[column] |= {name: first - sharded / 2, f"{name}_sharded": sharded}
     plan, spec = plans[0], specs[0]
@@ -85,11 +84,11 @@ def _planned_states(document: str, accumulates: bool, many: bool) -> dict[str, A
     }
 
 
-def _spec(plan: Plan, *, persistent: bool = False, max_in_cpu: int = _NUMEL) -> FlatParamSpec:
+def _spec(plan: Plan, max_in_cpu: int) -> FlatParamSpec:
     """Return a flat parameter with its tiers."""
     dtype = plan.precision.of_parameter(torch.float32)
     states = StateSpec(("exp_avg", "exp_avg_sq")).held_as(plan.formats, "weight", dtype, _NUMEL)
     layout = Layout.of([("weight", (_NUMEL,), 0)], plan.num_shards)
-    spec = FlatParamSpec(layout, dtype, trainable=True, persistent=persistent, state_spec=states)
+    spec = FlatParamSpec(layout, dtype, trainable=True, persistent=False, state_spec=states)
     param = replace(plan.offload.param, max_in_cpu=max_in_cpu)
     return assign_tiers([spec], replace(plan, offload=replace(plan.offload, param=param)))[0]

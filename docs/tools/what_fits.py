@@ -103,7 +103,7 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def planned_table() -> dict[str, Any]:
-    """Return the planned model states of all settings. Equal rows, and equal `PerElement`s in them, are stored once.
+    """Return the planned model states of all settings. Equal rows are stored once.
 
     `places` has the row of each setting, in the order of the choices: the last of `SETTING` varies fastest, then
     whether a step accumulates, then whether there are several GPUs.
@@ -112,17 +112,14 @@ def planned_table() -> dict[str, Any]:
         planned_states({**dict(zip(SETTING, setting, strict=False)), "accumulation": steps, "gpus": gpus, "nodes": 1})
         for *setting, steps, gpus in product(*(CHOICES[name] for name in SETTING), (1, 2), (1, 2))
     ]
-    elements = list(dict.fromkeys(value for row in found for value in row.values() if isinstance(value, PerElement)))
     rows = [
-        tuple(elements.index(value) if isinstance(value, PerElement) else value for value in row.values())
-        for row in found
+        tuple(astuple(value) if isinstance(value, PerElement) else value for value in row.values()) for row in found
     ]
     unique = list(dict.fromkeys(rows))
     return {
         "setting": SETTING,
-        "columns": {name: isinstance(value, PerElement) for name, value in found[0].items()},
+        "columns": list(found[0]),
         "fields": [field.name for field in fields(PerElement)],
-        "elements": [astuple(each) for each in elements],
         "rows": unique,
         "places": [unique.index(row) for row in rows],
     }

@@ -91,7 +91,7 @@ def make_collective(
         return make_fake_collective(kind, group, ledger, device)
     staged = device.type == "cuda" and not group.uses_nccl
     if kind == "native" and staged:
-        raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors; this group runs on gloo")
+        raise ValueError("onefold.collective 'native' needs NCCL for CUDA tensors, but this group uses gloo")
     if kind == "native":
         return Native(group, ledger, device)
     if group.size == 1 or device.type == "cpu":

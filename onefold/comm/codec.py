@@ -26,7 +26,7 @@ from onefold.gpu_kernels import kernels_of
 BLOCK = 256
 TINY = 1e-30
 
-_kernels = kernels_of("onefold.comm.kernels", "quantized wires")
+_kernels = kernels_of("onefold.comm.kernels", "quantized communication")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from onefold.log import logger
 WARN_SECONDS = 60.0
 TIMEOUT_SECONDS: float | None = None
 _SHORTEST, _LONGEST = 0.0001, 0.05
-_ADVICE = "Every rank must build the same model, with the same config and optimizer"
+_ADVICE = "Build the same model, with the same config and optimizer, on every rank"
 
 Item = tuple[str, Mapping[str, str]]
 """Something that must be the same on all ranks: its name, and its facts."""
@@ -110,18 +110,18 @@ class _Comparison:
                 ended = [rank for rank in missing if self._detector.store.has_ended(rank)]
                 if ended:
                     raise Disagreement(
-                        f"{self._what}: {name_ranks(ended)} ended before coming to it. Look at the end of its log"
+                        f"{self._what}: {name_ranks(ended)} ended before reaching it. Check the end of its log."
                     )
                 if now - started > WARN_SECONDS and missing and not warned:
                     warned = True
                     logger.warning(
-                        "%s: rank %d has waited %.0f s for %s, which has not come to it; the wait ends after %.0f s",
+                        "%s: rank %d has waited %.0f s for %s. The wait ends after %.0f s",
                         self._what, self._detector.rank, now - started, name_ranks(missing), limit,
                     )  # fmt: skip
             if now - started > limit and (missing := self._missing()):
                 raise Disagreement(
-                    f"{self._what}: {name_ranks(missing)} did not come to it within {limit:.0f} s, the timeout of the "
-                    "process group. Every rank must make the same engines, in the same order"
+                    f"{self._what}: {name_ranks(missing)} did not reach it within {limit:.0f} s, the timeout of the "
+                    "process group. Create the same engines, in the same order, on every rank."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
@@ -164,17 +164,17 @@ def first_difference(first: Sequence[Item], other: Sequence[Item]) -> str:
     names, other_names = [name for name, _ in first], [name for name, _ in other]
     for place, (name, facts) in enumerate(other):
         if place >= len(first) or (name != names[place] and name not in names):
-            return f"it has {name}, which rank 0 has not"
+            return f"it has {name}, but rank 0 does not"
         if name != names[place]:
             if names[place] not in other_names:
-                return f"it has no {names[place]}, rank 0 has"
-            return f"another order: {name} stands where rank 0 has {names[place]}"
+                return f"it has no {names[place]}, but rank 0 does"
+            return f"different order: it has {name} where rank 0 has {names[place]}"
         theirs = first[place][1]
         for fact in [*facts, *(fact for fact in theirs if fact not in facts)]:
             if facts.get(fact) != theirs.get(fact):
                 mine, rank0s = facts.get(fact, "nothing"), theirs.get(fact, "nothing")
                 return f"{name} has {fact} {mine}, rank 0's {rank0s}"
-    return f"it has no {names[len(other)]}, rank 0 has"
+    return f"it has no {names[len(other)]}, but rank 0 does"
 
 
 def _text(items: Sequence[Item]) -> bytes:

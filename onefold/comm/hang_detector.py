@@ -187,7 +187,7 @@ class HangDetector:
             elif len({note.what for note in waiting.values()}) > 1:
                 verdict = describe(waiting)
             else:
-                verdict = f"rank {self.rank}: {mine.what} failed, another rank has ended or died: {error}"
+                verdict = f"rank {self.rank}: {mine.what} failed, because another rank has ended: {error}"
             with suppress(RuntimeError):  # all ranks report what the first one found
                 verdict = self.store.propose_verdict(verdict)
             self.verdict = verdict
@@ -285,7 +285,7 @@ class HangDetector:
             return None
         if stalled < 2 * _PERIOD or not activity.num_launched:
             return None
-        what = f"its own computation, after it had launched the {activity.last_launch}"
+        what = f"its computation, after it launched the {activity.last_launch}"
         note = WaitNote(activity.num_waits, what, ours=False, lasts=stalled >= PATIENCE, computes=True)
         return self._with_progress(replace(note, launched=activity.num_launched), activity.last_guard)
 
@@ -316,8 +316,8 @@ class HangDetector:
         if stalled < self.connections.device_timeout or not has_device_work():
             return ""
         return (
-            f"rank {self.rank}: the {activity.last_launch} has not ended for {stalled:.0f} s, the timeout of the "
-            "process group. Look at the logs of the other ranks, or allow more time in init_distributed(timeout=...)"
+            f"rank {self.rank}: the {activity.last_launch} has not completed in {stalled:.0f} s, the timeout of the "
+            "process group. Check the logs of the other ranks, or raise it with init_distributed(timeout=...)."
         )
 
 
@@ -350,7 +350,9 @@ class _PeriodicThread:
         self._is_over = self._is_over or for_good
         self._stop.set()
         thread, self._thread, self._activity.is_watched = self._thread, None, False
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.ident is not None:  # otherwise it is being started, and ends at once, because its event is set
             thread.join(_JOIN_SECONDS)
 
     def _run(self, stop: threading.Event) -> None:

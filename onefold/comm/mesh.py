@@ -70,7 +70,7 @@ def init_distributed(
     if dist_init_required is False:
         raise RuntimeError(
             "dist_init_required is False, but torch.distributed is not initialized. Call "
-            "torch.distributed.init_process_group first, or leave the argument out"
+            "torch.distributed.init_process_group first, or leave the argument out."
         )
     if "WORLD_SIZE" not in os.environ and world_size <= 0:
         _check_alone()
@@ -114,9 +114,9 @@ def _check_alone() -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
             raise RuntimeError(
-                f"{name} = {size}: this process is one of several, and RANK and WORLD_SIZE are not set, so each would "
-                "train alone. Start them with torchrun, onefold launch or deepspeed; or set RANK, WORLD_SIZE, "
-                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables"
+                f"{name} = {size}: this process is one of several, but RANK and WORLD_SIZE are not set, so each would "
+                "train alone. Start them with torchrun, onefold launch or deepspeed, or set RANK, WORLD_SIZE, "
+                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables."
             )
 
 

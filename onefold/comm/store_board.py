@@ -73,6 +73,6 @@ class Board:
                     last[rank] = (beat, now)
                 elif now - since > SILENCE:
                     raise RankTimeout(
-                        f"{what}: rank {rank} has not answered for {SILENCE:.0f} s. It has ended, or has no engine: "
-                        "look at its log"
+                        f"{what}: rank {rank} has not responded for {SILENCE:.0f} s. It has ended or has no engine. "
+                        "Check its log."
                     )

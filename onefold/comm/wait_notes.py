@@ -74,22 +74,22 @@ def describe_loss(lost: Sequence[int], notes: dict[int, WaitNote]) -> str:
     """Return an error message about ranks whose processes have died."""
     stands = "; ".join(f"rank {rank} at {note.what}" for rank, note in sorted(notes.items()) if rank not in lost)
     return (
-        f"{name_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone: the connections are closed. Others wait: "
-        f"{stands}. Look at the end of that rank's log for a crash, a signal or an out-of-memory error"
+        f"{name_ranks(lost)} {'has' if len(lost) == 1 else 'have'} ended: the connections are closed. Others wait: "
+        f"{stands}. Check the end of that rank's log for a crash, a signal or an out-of-memory error."
     )
 
 
 def _advice(notes: dict[int, WaitNote], by_operation: dict[str, list[int]]) -> str:
     if any(not note.ours and not note.computes for note in notes.values()):
         return (
-            "A rank inside its own torch.distributed call cannot take part in the engine's collectives: let every rank "
-            "use the engine equally often before that call (in an evaluation: as many batches on every rank), or make "
-            "the call on all ranks"
+            "A rank inside a torch.distributed call cannot join the engine's collectives. Use the engine equally often "
+            "on every rank before that call (in an evaluation: the same number of batches), or make the call on all "
+            "ranks."
         )
     if any(what.startswith((INITIALIZE, INIT)) for what in by_operation):
-        return "Let every rank make the same engines and zero.Init models, in the same order"
+        return "Create the same engines and zero.Init models, in the same order, on every rank."
     if ENDED in by_operation:
-        return "Let every rank take as many steps as the others, and save as often, before its program ends"
+        return "Run the same number of steps and saves on every rank before the program ends."
     return advice_on_divergence(by_operation.get(BEGIN, []), by_operation)
 
 
@@ -101,15 +101,15 @@ def advice_on_divergence(beginners: Sequence[int], whats: Iterable[str]) -> str:
     within_pass = not any("GatheredParameters" in what or "load_checkpoint" in what for what in whats)
     if beginners and within_pass:
         return (
-            f"{name_ranks(beginners).capitalize()} began a new forward while others were still in the pass, at its "
-            "backward or step. If an error in a forward was caught there and another batch tried: catch errors before "
-            "the forward, or skip the batch on all ranks; otherwise let all ranks call forward, backward and step "
-            "equally often"
+            f"{name_ranks(beginners).capitalize()} began a new forward while others were still in the backward "
+            "or step of the previous one. If an error in a forward was caught and another batch tried, catch errors "
+            "before the forward, or skip the batch on all ranks. Otherwise, call forward, backward and step equally "
+            "often on all ranks."
         )
     return (
-        "Their programs have diverged: let every rank make the same calls, of the same modules in the same order, or "
+        "Their programs have diverged. Call the same modules in the same order on every rank, or "
         "put the modules that only some ranks run into one unit with zero_optimization.leaf_module (or "
-        "onefold.utils.set_z3_leaf_modules)"
+        "onefold.utils.set_z3_leaf_modules)."
     )
 
 

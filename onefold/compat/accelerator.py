@@ -228,5 +228,5 @@ def is_current_accelerator_supported() -> bool:
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
     if accel_obj.device_name() != get_accelerator().device_name():
         raise NotImplementedError(
-            f"set_accelerator: this process computes on {get_accelerator().device_name()}, which torch found"
+            f"set_accelerator: another device than {get_accelerator().device_name()} is not supported"
         )

@@ -42,9 +42,9 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Track the state that a seed gives, without a change to the current one."""
         if seed in self.seeds_:
-            raise ValueError(f"seed {seed} is tracked already")
+            raise ValueError(f"seed {seed} is already tracked")
         if name in self.states_:
-            raise ValueError(f"random state {name!r} is tracked already")
+            raise ValueError(f"random state {name!r} is already tracked")
         device = get_accelerator()
         before = device.get_rng_state()
         device.manual_seed(seed)
@@ -56,7 +56,7 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Draw random numbers from a tracked state inside the context."""
         if name not in self.states_:
-            raise ValueError(f"random state {name!r} is not tracked: add(name, seed) tracks it")
+            raise ValueError(f"random state {name!r} is not tracked. Call add(name, seed) first.")
         device = get_accelerator()
         before = device.get_rng_state()
         device.set_rng_state(self.states_[name])
@@ -124,7 +124,7 @@ class _Replayed:
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
     """Return the inputs with every tensor detached from its graph; each requires a gradient as before."""
     if not isinstance(inputs, tuple):
-        raise RuntimeError(f"detach_variable takes a tuple of tensors, not {type(inputs).__name__}")
+        raise RuntimeError(f"detach_variable expects a tuple of tensors, not {type(inputs).__name__}")
     return tuple(_detached(value, device) if isinstance(value, torch.Tensor) else value for value in inputs)
 
 

@@ -44,16 +44,16 @@ def register_as_deepspeed() -> None:
     found = sys.modules.get(NAME)
     if found is not None and found is not sys.modules.get(ROOT):
         raise RuntimeError(
-            f"DeepSpeed itself is imported already, from {getattr(found, '__file__', None)}: call "
-            "onefold.register_as_deepspeed() before anything imports deepspeed"
+            f"DeepSpeed itself is already imported, from {getattr(found, '__file__', None)}. Call "
+            "onefold.register_as_deepspeed() before deepspeed is imported."
         )
     if _is_answered():
         return
     early = [name for name in _ASK_EARLY if name in sys.modules]
     if early and importlib.util.find_spec(NAME) is None:
         raise RuntimeError(
-            f"{early[0]} was imported before onefold.register_as_deepspeed() and has found no deepspeed: call it "
-            "before the other imports"
+            f"{early[0]} was imported before onefold.register_as_deepspeed() and found no deepspeed. Call it "
+            "before the other imports."
         )
     sys.meta_path.insert(0, _Finder(with_metadata=True))
 

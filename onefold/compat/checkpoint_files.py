@@ -81,8 +81,8 @@ class TorchCheckpointEngine(CheckpointEngine):
             return torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(
-                f"{path}: holds pickled objects other than tensors and plain data, and loading them would execute the "
-                "file's code. Load a checkpoint folder with engine.load_checkpoint, or save tensors and plain data only"
+                f"{path} contains pickled objects other than tensors and plain data, and loading them would execute "
+                "its code. Load a checkpoint folder with engine.load_checkpoint, or save only tensors and plain data."
             ) from error
 
     def commit(self, info: CheckpointCommitInfo) -> bool:

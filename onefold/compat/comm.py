@@ -53,8 +53,8 @@ def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
         from mpi4py import MPI  # type: ignore[import-not-found]
     except ImportError as error:
         raise ImportError(
-            f"this process is one of several of an MPI or SLURM job, and not all of {', '.join(_OF_LAUNCHER)} are set: "
-            "install mpi4py, which tells them, or start with a launcher that sets them"
+            f"this process is one of several of an MPI or SLURM job, but not all of {', '.join(_OF_LAUNCHER)} are set. "
+            "Install mpi4py, or start with a launcher that sets them."
         ) from error
     world = MPI.COMM_WORLD
     rank, node = world.Get_rank(), MPI.Get_processor_name()
@@ -109,7 +109,7 @@ def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:
 
 
 def configure(*args: Any, **kwargs: Any) -> None:
-    logger.info("deepspeed.comm.configure: every call and byte is counted anyway; read engine.ledger")
+    logger.info("deepspeed.comm.configure: every call and byte is always counted; read engine.ledger")
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:

@@ -41,7 +41,7 @@ def read_config(source: Any) -> Any:
     rank = dist.get_rank() if dist.is_initialized() else get_world_rank_from_launcher()
     for name in config.unknown if rank == 0 else ():
         warning_once(
-            "config: there is no key %r at the top of a config, and nothing reads it. Delete it, or begin its name "
+            "config: the unknown top-level key %r has no effect. Delete it, or begin its name "
             "with an underscore to mark a comment",
             name,
         )
@@ -53,7 +53,7 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
-            raise DeepSpeedConfigError("mpu and mesh_device describe model parallelism, which onefold does not do")
+            raise DeepSpeedConfigError("mpu and mesh_device need model parallelism. Leave them out.")
         self.settings = settings = load_config(read_config(config))  # a Config passes through, with its type
         self._param_dict: dict[str, Any] = settings.raw
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0

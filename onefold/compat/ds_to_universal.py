@@ -18,15 +18,15 @@ from onefold.log import logger
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Put a checkpoint under a second name, to be loaded on other ranks.")
+    parser = argparse.ArgumentParser(description="Provide a checkpoint under a second name, for other ranks.")
     add = parser.add_argument
-    add("--input_folder", required=True, help="the folder of one tag")
-    add("--output_folder", required=True, help="the folder to make")
+    add("--input_folder", required=True, help="folder of one checkpoint")
+    add("--output_folder", required=True, help="folder to create")
     for name in ("num_extract_workers", "num_merge_workers"):
-        add(f"--{name}", type=int, default=1, help="nothing is extracted or merged")
+        add(f"--{name}", type=int, default=1, help="ignored: nothing is extracted or merged")
     for name in ("keep_temp_folder", "inject_missing_state"):
-        add(f"--{name}", action="store_true", help="there is nothing to keep or to inject")
-    add("--no_strict", dest="strict", action="store_false", help="every tensor is there")
+        add(f"--{name}", action="store_true", help="ignored: nothing is kept or injected")
+    add("--no_strict", dest="strict", action="store_false", help="ignored: checkpoints have every tensor")
     return parser.parse_args(argv)
 
 
@@ -36,8 +36,8 @@ def main(args: Any = None) -> None:
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not (source / NAME).exists():
         raise ValueError(
-            f"input_folder {source} is no checkpoint of onefold: give the folder of a tag, or convert one of "
-            "DeepSpeed's with `onefold import-deepspeed`"
+            f"input_folder {source} is not a checkpoint of onefold. Give the folder of a tag, or convert a "
+            "checkpoint of DeepSpeed with `onefold import-deepspeed`."
         )
     shutil.copytree(source, target, copy_function=_link, ignore=shutil.ignore_patterns(".lock"))
     logger.info("%s: every checkpoint of onefold is universal; %s is the same one", source, target)

@@ -104,7 +104,7 @@ class DeepSpeedEngine(EngineGetters):
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """Return the loss times the loss scale. `retain_graph` is ignored: pass it to `backward`."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise AssertionError("engine.scale takes a loss, a scalar tensor: reduce it first, e.g. loss.mean()")
+            raise AssertionError("engine.scale expects a scalar loss. Reduce it, e.g. by loss.mean().")
         return super().scale(loss)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
@@ -139,7 +139,7 @@ class DeepSpeedEngine(EngineGetters):
         try:
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except OSError as error:
-            logger.info("%s could not be made executable: %s", dst, error)
+            logger.info("%s cannot be made executable: %s", dst, error)
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -191,8 +191,8 @@ class DeepSpeedEngine(EngineGetters):
         """Return the unsharded state dict on rank 0 and None elsewhere. All ranks call this together."""
         if not self.plan.shards_parameters:
             raise ValueError(
-                f"_consolidated_16bit_state_dict is for sharded parameters, and stage {self.plan.stage} shards none. "
-                "Call engine.module_state_dict() instead"
+                f"_consolidated_16bit_state_dict is for sharded parameters, but stage {self.plan.stage} shards none. "
+                "Call engine.module_state_dict() instead."
             )
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
@@ -202,8 +202,8 @@ class DeepSpeedEngine(EngineGetters):
         stage = self.zero_optimization_stage()
         if stage >= ZeroStageEnum.gradients:
             raise Misuse(
-                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}: "
-                "leave it out, since gradients add up all the same until engine.step()"
+                f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}. "
+                "Leave it out: gradients are accumulated until engine.step()."
             )
         if self.state.window.in_no_sync:
             raise Misuse("no_sync context manager reentry is unsupported")
@@ -311,8 +311,8 @@ def _check_as_deepspeed(plan: Plan, chosen: ChosenOptimizer | None, config: Deep
     compute = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
     if not plan.shards_states and accumulate not in (None, compute):
         raise UnsupportedMix(
-            f"data_types.grad_accum_dtype = {accumulate!r} beside {compute} in stage 0: DeepSpeed has it in stages 1 "
-            "to 3 only. Leave it out (gradients of several micro-steps add up in fp32), or choose a stage"
+            f"data_types.grad_accum_dtype = {accumulate!r} with {compute} is supported in stages 1 to 3 only, as in "
+            "DeepSpeed. Leave it out (gradients are accumulated in fp32), or choose another stage."
         )
 
 

@@ -31,7 +31,7 @@ PATHS = {*MODULES, *deepspeed_names.NAMES, *NOT_OFFERED}
 def install() -> None:
     """Make the modules of the tables importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())  # before folders that an older version left, which would be packages
 
 
 class _Finder(MetaPathFinder):

@@ -13,14 +13,6 @@ def _get_data_parallel_group() -> Any:
     return dist.group.WORLD
 
 
-def _get_data_parallel_world_size() -> int:
-    return dist.get_world_size()
-
-
-def _get_data_parallel_rank() -> int:
-    return dist.get_rank()
-
-
 def _get_data_parallel_group_ranks() -> list[int]:
     return list(range(dist.get_world_size()))
 
@@ -38,8 +30,9 @@ def _zero() -> int:
 
 
 get_data_parallel_group = _get_sequence_data_parallel_group = _clone_world_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_sequence_data_parallel_rank = _get_data_parallel_rank
+get_data_parallel_world_size = _get_data_parallel_world_size = dist.get_world_size
+get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = dist.get_rank
+_get_sequence_data_parallel_world_size = dist.get_world_size
 get_tensor_model_parallel_world_size = get_model_parallel_world_size = _get_model_parallel_world_size = _one
 _get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
 get_tensor_model_parallel_rank = get_model_parallel_rank = _get_sequence_parallel_rank = _zero

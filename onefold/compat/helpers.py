@@ -125,7 +125,7 @@ def clip_tensors_by_global_norm(
 
 def _refuse_parallelism(*groups: Any) -> None:
     if any(group is not None for group in groups):
-        raise NotImplementedError("mpu and moe_ep_group describe model parallelism, which onefold does not do")
+        raise NotImplementedError("mpu and moe_ep_group need model parallelism. Leave them out.")
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

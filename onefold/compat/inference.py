@@ -66,18 +66,18 @@ class InferenceEngine(nn.Module):
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """Return the model for evaluation, cast to `dtype` and moved to this rank's device."""
     if config is not None and not isinstance(config, dict):
-        raise TypeError(f"init_inference: config is a dict here, not {type(config).__name__}")
+        raise TypeError(f"init_inference: config must be a dict, not {type(config).__name__}")
     settings = {**(config or {}), **kwargs}
     for name in settings.keys() - _KEYS:
         near = difflib.get_close_matches(name, _KEYS, 1)
-        raise TypeError(f"init_inference: there is no {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+        raise TypeError(f"init_inference: {name!r} is unknown.{f' Did you mean {near[0]!r}?' if near else ''}")
     parallel = settings.get("tensor_parallel") or settings.get("tp") or {}
     size = parallel.get("tp_size", 1) if isinstance(parallel, dict) else parallel
     more = [name for name, plain in _MORE.items() if name in settings and settings[name] not in plain]
     if more or size != 1:
         raise NotImplementedError(
-            f"init_inference: {', '.join(more) or 'tensor_parallel'}: onefold evaluates the model as it is, without "
-            "kernels, quantization or tensor parallelism; leave it out"
+            f"init_inference: {', '.join(more) or 'tensor_parallel'}: onefold evaluates models without "
+            "kernels, quantization or tensor parallelism. Leave it out."
         )
     dtype = settings.get("dtype")
     if isinstance(dtype, str):

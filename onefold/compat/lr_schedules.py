@@ -106,5 +106,5 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
     if config["type"] not in VALID_LR_SCHEDULES:
         return None, f"{config['type']} is none of {', '.join(VALID_LR_SCHEDULES)}"
     if config["type"] not in _RATES:
-        return None, f"{config['type']} scales the optimizer's learning rate and has none of its own"
+        return None, f"{config['type']} scales the optimizer's learning rate and defines none"
     return config["params"][_RATES[config["type"]]], ""

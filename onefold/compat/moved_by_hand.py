@@ -31,7 +31,7 @@ class Mover:
         with torch._C.DisableTorchFunctionSubclass():
             offloaded = self._offloaded()
             if offloaded is None and value.device != held.device:
-                self.refuse("moving", "there is no engine that could follow")
+                self.refuse("moving", "it belongs to no engine")
             if offloaded is not None and value.is_meta and not held.is_meta:
                 offloaded.move_by_hand(self._kinds, value.device, self.what)
             known = self.present(held)
@@ -50,8 +50,8 @@ class Mover:
 
     def refuse(self, action: str, why: str = "the engine would lose its values") -> NoReturn:
         raise RuntimeError(
-            f"{action} {self.what} by hand: {why}. Free the device's memory with engine.offload_states(include=[...]) "
-            "and restore it with engine.reload_states()"
+            f"{action} {self.what} is not supported: {why}. Free device memory with engine.offload_states(include=...) "
+            "and restore it with engine.reload_states()."
         )
 
 

@@ -31,10 +31,7 @@ class NotOffered(metaclass=_Explained):
 
 def explain(name: str, what: str) -> str:
     """Return the message for the use of a name that is not offered."""
-    return (
-        f"{name}: onefold does not offer {what}; it does ZeRO data parallelism. "
-        "A script that needs it has to run with DeepSpeed itself"
-    )
+    return f"{name}: onefold does not support {what}. Run scripts that need it with DeepSpeed itself."
 
 
 _made: dict[tuple[str, str], type] = {}

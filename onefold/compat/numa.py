@@ -23,7 +23,7 @@ def parse_range(rng: str) -> range:
     first, dash, last = rng.partition("-")
     found = range(int(first), int(last if dash else first) + 1)
     if not found:
-        raise ValueError(f"`{rng}`: a range ends where it begins or after it")
+        raise ValueError(f"`{rng}`: a range must not end before its start")
     return found
 
 
@@ -40,10 +40,10 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
     if shutil.which("numactl") is None:
         raise ValueError("binding ranks to cores needs numactl, which is not installed")
     if "KMP_AFFINITY" in os.environ:
-        raise ValueError("KMP_AFFINITY binds threads too and contradicts numactl: unset it")
+        raise ValueError("KMP_AFFINITY contradicts numactl. Unset it.")
     cores = parse_range_list(bind_core_list) if bind_core_list is not None else sorted(os.sched_getaffinity(0))
     share = len(cores) // num_local_procs
-    assert share >= 1, f"{len(cores)} cores for {num_local_procs} ranks: each needs one at least"
+    assert share >= 1, f"{len(cores)} cores for {num_local_procs} ranks: each needs at least one"
     own = cores[share * local_rank : share * (local_rank + 1)]
     nodes = [node for node, inside in enumerate(get_numa_cores()) if set(own) & set(inside)]
     memory = ["-m", ",".join(map(str, nodes))] if nodes else []

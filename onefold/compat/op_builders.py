@@ -141,8 +141,8 @@ class OpBuilder:
         return bool(self.instead)
 
     def load(self, verbose: bool = False) -> Any:
-        use = f"use {self.instead}" if self.instead else "a script that needs it has to run with DeepSpeed itself"
-        raise NotImplementedError(f"{type(self).__name__}: onefold compiles no operator {self.name!r}; {use}")
+        use = f"Use {self.instead}." if self.instead else "Run the script with DeepSpeed itself."
+        raise NotImplementedError(f"{type(self).__name__}: onefold has no operator {self.name!r}. {use}")
 
 
 CUDAOpBuilder = TorchCPUOpBuilder = OpBuilder

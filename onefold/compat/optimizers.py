@@ -86,9 +86,9 @@ class FusedAdam(torch.optim.Adam, metaclass=OrOfEngine):
 def _check_adam(optimizer: torch.optim.Adam, bias_correction: bool, fp32_optimizer_states: bool = True) -> None:
     name = type(optimizer).__name__
     if not bias_correction:
-        raise ValueError(f"{name}: bias_correction=False is not offered; torch's kernels correct")
+        raise ValueError(f"{name}: bias_correction=False is not supported. Leave it out.")
     if not fp32_optimizer_states:
-        raise ValueError(f"{name}: leave fp32_optimizer_states out, and set onefold.state_dtype")
+        raise ValueError(f"{name}: fp32_optimizer_states is not supported. Set onefold.state_dtype.")
 
 
 def multi_tensor_applier(
@@ -113,7 +113,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if amsgrad or not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPUAdagrad: amsgrad and 16-bit states are not offered; leave them out")
+            raise ValueError("DeepSpeedCPUAdagrad: amsgrad and 16-bit states are not supported. Leave them out.")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -131,7 +131,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPULion: leave fp32_optimizer_states out, and set onefold.state_dtype")
+            raise ValueError("DeepSpeedCPULion: fp32_optimizer_states is not supported. Set onefold.state_dtype.")
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

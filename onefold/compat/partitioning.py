@@ -115,8 +115,8 @@ def _contradicting_single_rank_pg_error(
     if dp_world_size != 1 or data_parallel_group is not None or not started.isdecimal() or int(started) < 2:
         return None
     return (
-        f"zero.Init: the process group has one rank, and the launcher says WORLD_SIZE={started}: every rank would hold "
-        "the whole model. Something has made a group of one rank before: call deepspeed.init_distributed() first"
+        f"zero.Init: the process group has one rank, but WORLD_SIZE={started} is set, so every rank would store "
+        "the whole model. Call deepspeed.init_distributed() before other code creates a group."
     )
 
 

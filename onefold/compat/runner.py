@@ -30,10 +30,10 @@ PDSH_MAX_FAN_OUT = 1024
 _SSH = ("pdsh", "ssh")
 # Flags that ask for what this launcher does not do, with what to do instead.
 _REFUSED = {
-    "autotuning": "the launcher does not search for a config; `onefold tune` does",
-    "elastic_training": "a job keeps its nodes; a checkpoint loads on any number of ranks",
-    "launcher_args": "ssh takes its options from ~/.ssh/config",
-    "enable_each_rank_log": "redirect the output of the ranks in your own script",
+    "autotuning": "use `onefold tune` to search for a config",
+    "elastic_training": "the nodes of a job are fixed; checkpoints load on any number of ranks",
+    "launcher_args": "options of ssh belong in ~/.ssh/config",
+    "enable_each_rank_log": "redirect the output of the ranks in your script",
 }
 
 
@@ -48,40 +48,36 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="nodes, one a line: `node1 slots=8`")
-    add("-i", "--include", default="", help="use only these: node1:0,2@node2")
-    add("-e", "--exclude", default="", help="use all but these: node1:0,2@node2")
-    add("--num_nodes", type=int, default=-1, help="the first so many nodes of the hostfile")
+    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="list of nodes, lines such as `node1 slots=8`")
+    add("-i", "--include", default="", help="nodes and slots to use, e.g. node1:0,2@node2")
+    add("-e", "--exclude", default="", help="nodes and slots not to use, e.g. node1:0,2@node2")
+    add("--num_nodes", type=int, default=-1, help="number of nodes, from the first of the hostfile")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each node")
     add("--master_addr", default="", help="address of the first node")
     add("--master_port", type=int, default=DEFAULT_PORT, help="port on the first node")
-    add("--node_rank", type=int, default=-1, help="which node this is, with --no_ssh")
-    add("--launcher", default="pdsh", help="how other nodes are reached: pdsh or ssh (both mean ssh)")
-    add(
-        "--no_ssh",
-        action="store_true",
-        help="start only this node; the command is started on the others by other means",
-    )
+    add("--node_rank", type=int, default=-1, help="rank of this node, with --no_ssh")
+    add("--launcher", default="pdsh", help="connection to other nodes: pdsh or ssh (both use ssh)")
+    add("--no_ssh", action="store_true", help="do not start the command on the other nodes")
     add("--no_ssh_check", action="store_true", help="do not try ssh before the job")
     add("--ssh_port", type=int, help="port of the ssh servers")
-    add("--venv_script", help="a script that is sourced on each node before anything else")
-    add("--force_multi", action="store_true", help="treat one node of a hostfile as several: reach it by ssh")
+    add("--venv_script", help="script to source on each node first")
+    add("--force_multi", action="store_true", help="use ssh also for a single node of a hostfile")
     add("--module", action="store_true", help="the script is a module, as for `python -m`")
-    add("--no_python", action="store_true", help="the script is a program of its own")
-    add("--no_local_rank", action="store_true", help="do not hand --local_rank=N to the script")
-    add("--save_pid", action="store_true", help="write this process's number to a file next to the script")
-    add("-q", "--quiet", action="store_true", help="say nothing but errors")
+    add("--no_python", action="store_true", help="the script is a program, not a Python script")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    add("--save_pid", action="store_true", help="write the process id to a file next to the script")
+    add("-q", "--quiet", action="store_true", help="print errors only")
     add("--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"])
-    add("--bind_cores_to_rank", action="store_true", help="accepted: each rank gets its share of threads anyway")
-    add("--bind_core_list", help="accepted, see --bind_cores_to_rank")
+    add("--bind_cores_to_rank", action="store_true", help="ignored: each rank always gets its share of threads")
+    add("--bind_core_list", help="ignored, see --bind_cores_to_rank")
     add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     add("--elastic_training", action="store_true", help=argparse.SUPPRESS)
     add("--autotuning", default="", choices=["tune", "run"], help=argparse.SUPPRESS)
     add("--launcher_args", default="", help=argparse.SUPPRESS)
     add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
-    add("user_script", metavar="SCRIPT", help="what every rank runs")
-    add("user_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    add("user_script", metavar="SCRIPT", help="the script that every rank runs")
+    add("user_args", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser.parse_args(args)
 
 
@@ -121,7 +117,7 @@ def parse_resource_filter(
 ) -> dict[str, list[int]]:
     """Return the slots of each node that `node1:0,2@node2` selects. A node may be named several times."""
     if include_str and exclude_str:
-        raise UsageError("include_str and exclude_str say the same thing in two ways: give one of them")
+        raise UsageError("include_str and exclude_str exclude each other. Give one of them.")
     listed: dict[str, set[int]] = {}
     for part in (include_str or exclude_str).split("@") if include_str or exclude_str else ():
         for node, slots in parse_choice(part).items():
@@ -162,13 +158,13 @@ def read_environment() -> dict[str, str]:
 def _check(options: argparse.Namespace) -> None:
     for name, reason in _REFUSED.items():
         if getattr(options, name) not in ("", "None", False):
-            raise UsageError(f"--{name}: {reason}; leave it out")
+            raise UsageError(f"--{name} is not supported: {reason}. Leave it out.")
     if (options.include or options.exclude) and (options.num_nodes, options.num_gpus) != (-1, -1):
-        raise UsageError("--include and --exclude say which slots take part: leave --num_nodes and --num_gpus out")
+        raise UsageError("--include and --exclude already choose the slots. Leave --num_nodes and --num_gpus out.")
     if options.launcher.lower() not in _SSH and not options.no_ssh:
         raise UsageError(
-            f"--launcher {options.launcher}: nodes are reached by ssh. Under another launcher start `deepspeed "
-            "--no_ssh --node_rank K --master_addr NODE --num_nodes N` on every node"
+            f"--launcher {options.launcher} is not supported, only ssh. With another launcher, start `deepspeed "
+            "--no_ssh --node_rank K --master_addr NODE --num_nodes N` on every node."
         )
 
 
@@ -216,8 +212,8 @@ def _run_everywhere(nodes: list[str], options: argparse.Namespace, given: list[s
         tried = subprocess.run([*ssh, "-o", "PasswordAuthentication=no", nodes[0], "hostname"], capture_output=True)
         if tried.returncode:
             raise UsageError(
-                f"ssh to {nodes[0]} failed: {tried.stderr.decode().strip()}. All nodes must be reachable by ssh "
-                "without a password; --no_ssh starts this node alone"
+                f"ssh to {nodes[0]} failed: {tried.stderr.decode().strip()}. Make all nodes reachable by ssh "
+                "without a password, or give --no_ssh to start this node only."
             )
     exports = {name: value for name, value in os.environ.items() if name.startswith(tuple(EXPORT_ENVS))}
     exports |= read_environment()

@@ -66,7 +66,7 @@ class TiledLinear(nn.Module):
         from onefold.zero import GatheredParameters
 
         if bool(other.bias is not None) != self.use_bias:
-            raise RuntimeError("TiledLinear: one of the two layers has a bias and the other has not")
+            raise RuntimeError("TiledLinear: only one of the two layers has a bias")
         with GatheredParameters([other.weight, other.bias, *self.parameters()], modifier_rank=0):
             for row, weights in zip(self._rows(), other.weight.split(self._heights, dim=0), strict=True):
                 for tile, weight in zip(row, weights.split(self._columns, dim=1), strict=True):

@@ -77,10 +77,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Call `engine.step()`, for training loops and Lightning's Fabric, which step the optimizer."""
         if closure is not None:
-            raise ValueError("optimizer.step(closure): an engine has no closure to call; call backward before the step")
+            raise ValueError("optimizer.step(closure) is not supported. Call backward before the step.")
         step = self.step_of_engine()
         if step is None:
-            raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+            raise RuntimeError("the engine of this optimizer is closed, so its shards do not exist")
         step()
 
     def learn(self, state: TrainState, offloaded: OffloadedStates, stands_for: type[torch.optim.Optimizer]) -> None:
@@ -99,7 +99,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _engine_state(self) -> TrainState:
         found = self._train_state()
         if found is None:
-            raise RuntimeError("the engine of this optimizer is gone")
+            raise RuntimeError("the engine of this optimizer is closed")
         return found
 
     # -- this rank's shards -----------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
                 low, high = max(member.start - first, 0), min(member.stop - first, held.buffer.numel())
                 parts.setdefault(held.name, []).append(self._read(held.buffer).flatten()[low : max(low, high)])
         else:
-            raise KeyError("neither the master of a shard (optimizer.fp32_partitioned_groups_flat) nor a parameter")
+            raise KeyError("not a parameter or a master shard (optimizer.fp32_partitioned_groups_flat)")
         found = {name: each[0] if len(each) == 1 else torch.cat(each) for name, each in parts.items()}
         movers = {name: self._mover(name) for name in found}
         shown: dict[str, Any] = {name: HandedOut.of(tensor.detach(), movers[name]) for name, tensor in found.items()}
@@ -356,8 +356,8 @@ class _Shown(dict[str, Any]):
         known = self.get(name)
         if not (isinstance(value, torch.Tensor) and known is not None and self._movers[name].move(known, value)):
             raise TypeError(
-                f"optimizer.state[...][{name!r}] = ...: states are the engine's, and this would be lost. Set them on "
-                "all ranks with deepspeed.utils.safe_set_full_optimizer_state(parameter, value, name)"
+                f"optimizer.state[...][{name!r}] = ...: the engine owns the states, so this would be lost. Set them "
+                "on all ranks with deepspeed.utils.safe_set_full_optimizer_state(parameter, value, name)."
             )
 
 
@@ -365,7 +365,7 @@ def _state_dict_of(reference: weakref.ref[ZeROOptimizer]) -> dict[str, Any]:
     """Return this rank's states by number, as copies, and the groups, like an optimizer of torch."""
     optimizer = reference()
     if optimizer is None:
-        raise RuntimeError("the engine of this optimizer is gone, and its shards with it")
+        raise RuntimeError("the engine of this optimizer is closed, so its shards do not exist")
     states = [{name: _copied(value) for name, value in state.items()} for state in optimizer.state.values()]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"state": dict(enumerate(states)), "param_groups": groups}

@@ -65,7 +65,7 @@ def to_torch_tensor(
 def _dtype_name(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.").lower()
     if name not in OUTPUT_DTYPE_NAMES:
-        raise ValueError(f"Unsupported output dtype {dtype!r}: it is one of {', '.join(OUTPUT_DTYPE_NAMES)}")
+        raise ValueError(f"Unsupported output dtype {dtype!r}. Use one of {', '.join(OUTPUT_DTYPE_NAMES)}.")
     return name
 
 

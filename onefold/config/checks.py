@@ -61,8 +61,8 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
         asked = given.values.get("onefold.state_dtype", "int8")
         if asked != "int8":
             raise ConfigError(
-                f"optimizer.type = {config.optimizer.type} selects 8-bit states, but onefold.state_dtype = {asked}; "
-                "keep one of them"
+                f"optimizer.type = {config.optimizer.type} selects 8-bit states, but onefold.state_dtype = {asked}. "
+                "Keep one of them."
             )
     return replace(
         config,
@@ -193,7 +193,7 @@ def _state_contradictions(config: Config) -> Iterator[str]:
         yield f"bf16.bf16_optimizer_states and onefold.state_dtype = {own.state_dtype} differ. Keep one of them."
     name = config.optimizer.type if config.optimizer is not None else ""
     if is_8bit(name) and bf16.enabled and bf16.bf16_optimizer_states:
-        yield f"optimizer.type = {name} selects 8-bit states, but bf16.bf16_optimizer_states is set; keep one of them"
+        yield f"optimizer.type = {name} selects 8-bit states, but bf16.bf16_optimizer_states is set. Keep one of them."
 
 
 # -- notices and refusals for the given keys -------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     the accumulation is 1.
     """
     if world_size < 1:
-        raise ConfigError(f"world size {world_size}: expected at least 1")
+        raise ConfigError(f"the world size is {world_size}. Pass at least 1.")
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps

@@ -56,7 +56,7 @@ def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
             raise ConfigError(
                 "the config is JSON text; pass the path of a file, or the result of json.loads"
             ) from error
-        raise ConfigError(f"{path}: cannot read the config ({error.strerror or error})") from error
+        raise ConfigError(f"{path}: the config cannot be read ({error.strerror or error})") from error
     if path.suffix.lower() in (".yaml", ".yml"):
         return parse_yaml(text, str(path))
     return parse_json(text, str(path))
@@ -124,8 +124,8 @@ def _inside(value: Any) -> Iterable[Any]:
 
 def _too_deep(name: str) -> ConfigError:
     return ConfigError(
-        f"{name}: nested more than {_MAX_DEPTH} levels deep, or with more than {_MAX_VALUES} values on one level; "
-        "check the file"
+        f"{name}: not a config, because it has more than {_MAX_DEPTH} levels, or more than {_MAX_VALUES} values "
+        "on one level"
     )
 
 

@@ -77,7 +77,7 @@ def check_names(group: Mapping[str, Any], known: Sequence[str], path: str, optim
         if (meant := meant_key(name, known, certain=True)) is not None:
             raise ConfigError(f"{path}.{name}: no optimizer reads it. Did you mean {path}.{meant}?")
         if name in READ_NAMES:
-            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not read it. Leave it out of the group.")
+            raise ConfigError(f"{path}.{name}: optimizer {optimizer} does not use it. Leave it out of the group.")
 
 
 def read_schedule_param(name: str, value: Any) -> Any:

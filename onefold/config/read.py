@@ -199,4 +199,4 @@ def _read_scalar(entry: SectionKey, items: Sequence[_Item]) -> Any:
 
 def _disagree(name: str, paths: Sequence[str], values: Sequence[Any]) -> ConfigError:
     shown = ", ".join(f"{path} = {value!r}" for path, value in zip(paths, values, strict=True))
-    return ConfigError(f"{shown}: these are one key, {name}; keep one of them")
+    return ConfigError(f"{shown}: these are spellings of one key, {name}. Keep one of them.")

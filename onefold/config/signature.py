@@ -35,7 +35,7 @@ def read_arguments(kind: type, params: Mapping[str, Any], path: str, first: str)
         value = fill_absent(f"{path}.{name}", value, known[name].default)
         if name in hints and not is_readable(hints[name]):
             raise ConfigError(
-                f"{path}.{name} = {shown(value)}: {kind.__name__} takes what a config cannot hold. Leave it out."
+                f"{path}.{name} = {shown(value)}: {kind.__name__} needs a value that is not JSON. Leave it out."
             )
         read[name] = (
             read_as(f"{path}.{name}", value, hints[name], _RANGES.get(name, Key(""))) if name in hints else value

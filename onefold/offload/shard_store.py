@@ -121,9 +121,9 @@ class ShardStore:
         self._master = Buffer(parts, self.stop - self.start, self.spec.state_spec.master)
         if parts[0] is not used:
             self._master.store(Buffer.of(used).fetch())
-        if self.param is None and parts[0] is not used:
-            assert isinstance(used, torch.Tensor)
-            self.model_weight = used
+            if self.param is None:
+                assert isinstance(used, torch.Tensor)
+                self.model_weight = used
         self.take_fingerprint()
 
     def make_states(self) -> None:

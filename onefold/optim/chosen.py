@@ -28,21 +28,21 @@ RULES: dict[str, AnyRule] = {
     "shampoo": ShampooRule(),
 }
 
-ONE_STEP_SIZE = "makes one step size of sums over all parameters"
+ONE_STEP_SIZE = "computes one step size from all parameters"
 _ADAPTIVE = ("prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dog")
 NOT_ELEMENTWISE = {
-    **dict.fromkeys(("lamb", "fusedlamb", "onebitlamb", "lars"), "scales each parameter by its own norm"),
+    **dict.fromkeys(("lamb", "fusedlamb", "onebitlamb", "lars"), "scales each parameter by its norm"),
     "muon": "orthogonalises whole matrices",
     "adafactor": "keeps row and column sums of whole matrices",
     **dict.fromkeys(("shampoo", "soap"), "preconditions whole matrices"),
     **dict.fromkeys(_ADAPTIVE, ONE_STEP_SIZE),
-    "ldog": "makes a step size of sums over each parameter",
+    "ldog": "computes a step size from each parameter",
 }
 """The reasons why classes of these names cannot step shards, by lower-case name."""
 _UNSUPPORTED = {
-    "lbfgs": "calls the loss again and again inside its step, which the engine cannot do",
+    "lbfgs": "evaluates the loss several times per step, which the engine cannot do",
     "sparseadam": "needs sparse gradients, but onefold stores gradients densely",
-    **dict.fromkeys(("onebitadam", "zerooneadam"), "compresses its own communication, which ZeRO replaces"),
+    **dict.fromkeys(("onebitadam", "zerooneadam"), "compresses communication by itself, but ZeRO replaces it"),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "needs the `mup` package; pass an instance instead"),
 }
 

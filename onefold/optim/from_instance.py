@@ -33,7 +33,7 @@ def from_instance(optimizer: torch.optim.Optimizer) -> ChosenOptimizer:
     name = kind.__name__
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
-            f"optimizer {name} has states: it has already stepped, or its constructor creates them. Pass it to "
+            f"optimizer {name} already has states: it has stepped, or its constructor creates them. Pass it to "
             "initialize before its first step, because the engine steps master weights, which have other states."
         )
     check_supported(name)
@@ -68,7 +68,7 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> ChosenOptimizer
     """Combine several optimizers of one model into one with all of their groups, each stepped by its rule."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: a list must hold torch optimizers, not {type(optimizer).__name__}")
+            raise TypeError(f"optimizer: a list must contain torch optimizers, not {type(optimizer).__name__}")
     chosen = [from_instance(optimizer) for optimizer in optimizers]
     if any(each.low_bits is not None for each in chosen):
         raise ConfigError(
@@ -79,9 +79,9 @@ def from_several(optimizers: Sequence[torch.optim.Optimizer]) -> ChosenOptimizer
     if without_rule or not chosen:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise ConfigError(
-            f"optimizer: {names} were given together, and {', '.join(without_rule) or 'an empty list'} cannot be. "
-            "Combine only classes that onefold steps by a rule: torch's Adam, AdamW, SGD, Adagrad and Muon, and "
-            "classes with an onefold_rule."
+            f"optimizer: a list ({names}) cannot "
+            f"{'contain ' + ', '.join(without_rule) if without_rule else 'be empty'}. Use optimizers that onefold "
+            "implements: torch's Adam, AdamW, SGD, Adagrad and Muon, and classes with an onefold_rule."
         )
     groups = [group for each in chosen for group in each.groups]
     rules = tuple(rule for each in chosen for rule in each.rules)
@@ -128,7 +128,7 @@ def _check_read(optimizer: str, group: Mapping[str, Any], known: set[str], path:
     flags = {f"use_{name}" for name in RULES}
     for key in group.keys() - known - flags - {"params", "decoupled_weight_decay"}:
         if key in HYPERPARAMETERS[optimizer.lower()].names:
-            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not read it. Leave it out of the group.")
+            raise ConfigError(f"{path}.{key}: torch.optim.{optimizer} does not use it. Leave it out of the group.")
 
 
 def _is_adamw(optimizer: torch.optim.Optimizer, low_bits: LowBitClass | None) -> bool:

@@ -66,7 +66,7 @@ def _check_division(group: Mapping[str, Any], flag: str, path: str) -> None:
     for key in wrong:
         if group.get(key) not in (None, ()):
             raise ConfigError(
-                f"{path}.{key}: nothing reads it in a group with {flag} = {bool(group[flag])}. Leave it out, or leave "
+                f"{path}.{key}: it has no effect in a group with {flag} = {bool(group[flag])}. Leave it out, or leave "
                 f"{flag} out."
             )
 
@@ -107,7 +107,7 @@ class _Division:
     def _split(self, texts: Sequence[str], matrices: Sequence[Any], path: str) -> None:
         names = [self._names[id(parameter)] for parameter in matrices if id(parameter) in self._names]
         if texts and self._names and not names:
-            raise ConfigError(f"{path}: no parameter of the group is stepped as a matrix. Leave it out of the group.")
+            raise ConfigError(f"{path}: no parameter of the group is updated as a matrix. Leave it out of the group.")
         for pattern, parts in read_splits(texts, names, path).items():
             self._splits |= {escape(name): parts for name in names if fnmatchcase(name, pattern)}
 
@@ -144,7 +144,7 @@ def read_splits(texts: Sequence[str], names: Sequence[str], path: str) -> Splits
             numbers = []
         if not pattern or not numbers or min(numbers) < 1:
             raise ConfigError(
-                f"{path}: {text!r} is no pattern with parts. Write *.qkv.weight=3 for equal parts, or "
+                f"{path}: {text!r} is not a pattern with parts. Write *.qkv.weight=3 for equal parts, or "
                 "*.qkv.weight=1024,256,256 for the rows of each."
             )
         found[pattern] = numbers[0] if len(numbers) == 1 else numbers
@@ -156,6 +156,5 @@ def _check_names(patterns: Sequence[str], names: Sequence[str], path: str) -> No
     for pattern in patterns:
         if names and not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"{path}: no parameter has a name like {pattern!r}. Names are those of model.named_parameters(), "
-                f"such as {names[0]}."
+                f"{path}: {pattern!r} matches no parameter. Use names of model.named_parameters(), such as {names[0]}."
             )

@@ -77,6 +77,11 @@ class Residency:
         return self.states is not Tier.DEVICE
 
     @property
+    def shares_tier(self) -> bool:
+        """Whether the master can be the parameter shard, or contain it."""
+        return self.states is self.parameters and not (self.apart and self.offloads_states)
+
+    @property
     def gradients(self) -> Tier:
         """The tier of reduced gradients: host memory if the states are offloaded."""
         return Tier.HOST if self.offloads_states else Tier.DEVICE
@@ -131,24 +136,16 @@ class FlatParamSpec:
     def master_is_shard(self) -> bool:
         """Whether the master is the source of the all-gather, so that there is no separate parameter shard.
 
-        A master on the device is cast before the all-gather. An offloaded one must match the parameters in dtype and
-        tier.
+        A master on the device is cast before the all-gather. An offloaded one must have the dtype of the parameters.
         """
-        if not self.trainable or self.state_spec.master is not None:
+        if not self.trainable or self.state_spec.master is not None or not self.residency.shares_tier:
             return False
-        same = master_dtype(self.dtype) == self.dtype and self.residency.states is self.residency.parameters
-        return not self.residency.offloads_states or (same and not self.residency.apart)
+        return not self.residency.offloads_states or master_dtype(self.dtype) == self.dtype
 
     @property
     def weight_is_master(self) -> bool:
-        """Whether the bf16 part of a split master is the model weight, or the parameter shard.
-
-        This requires both to be stored in the same tier.
-        """
-        if not self.trainable or self.state_spec.master is None:
-            return False
-        apart = self.residency.apart and self.residency.offloads_states
-        return self.residency.states is self.residency.parameters and not apart
+        """Whether the bf16 part of a split master is the model weight, or the parameter shard."""
+        return self.trainable and self.state_spec.master is not None and self.residency.shares_tier
 
     @property
     def unsharded_bytes(self) -> int:
@@ -167,7 +164,7 @@ class FlatParamSpec:
         if stays_unsharded(plan, self):
             return [BufferSpec(PARAMETER, kind, Tier.DEVICE, layout.total, self.dtype)]
         shard = BufferSpec(PARAMETER, kind, self.residency.parameters, layout.shard_size, self.dtype)
-        if self.master_is_shard:  # then it is stored and counted as a master
+        if self.master_is_shard:  # stored and counted as a master
             shard = replace(shard, kind=BufferKind.MASTER, dtype=master_dtype(self.dtype))
         if plan.node_shard_size == 1:
             return [shard]

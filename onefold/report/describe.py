@@ -122,7 +122,7 @@ def describe_placement(plan: Plan, persistent: int = 0, num_parameters: int = 0)
     `persistent` of `num_parameters` elements belong to persistent parameters, which stay unsharded.
     """
     if plan.num_shards == 1 and plan.num_replicas == 1:
-        parameters = gradients = states = "not sharded: there is 1 rank"
+        parameters = gradients = states = "not sharded (1 rank)"
     else:
         parameters, gradients, states = _placements(plan, persistent, num_parameters)
     if not plan.formats.are_plain:

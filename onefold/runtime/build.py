@@ -84,8 +84,8 @@ def plan_units(
     for pattern in plan.formats.fp32_names:
         if not any(fnmatchcase(name, pattern) for name in parameters):
             raise ConfigError(
-                f"onefold.fp32_state_names: {pattern!r} matches no parameter. Names are such as "
-                f"{next(iter(parameters), '')!r}, and * matches any part of one."
+                f"onefold.fp32_state_names: {pattern!r} matches no parameter. Use a name such as "
+                f"{next(iter(parameters), '')!r}, in which * matches any part."
             )
     shapes = {name: tuple(unsharded_shape(parameter)) for name, parameter in parameters.items()}
     persistent = persistent_parameters(
@@ -207,12 +207,12 @@ def _check_trainable(name: str, parameter: nn.Parameter) -> None:
     kind = plain_class(parameter)
     if parameter.is_complex():
         raise ValueError(
-            f"Parameter {name} is complex ({parameter.dtype}), and flat shards hold real numbers. Keep it as a real "
+            f"Parameter {name} is complex ({parameter.dtype}), but flat shards are real. Store it as a real "
             "parameter of shape (..., 2) and use torch.view_as_complex(weight) in the forward, or freeze it."
         )
     if parameter.layout is not torch.strided:
         raise ValueError(
-            f"Parameter {name} has the layout {parameter.layout}, and only dense parameters can be sharded. Make it "
+            f"Parameter {name} has the layout {parameter.layout}, but only dense parameters can be sharded. Make it "
             "dense, or freeze it."
         )
     disabled = torch._C._disabled_torch_function_impl
@@ -228,7 +228,7 @@ def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"Module {name or '(root)'} is a torch.jit ScriptModule, which does not accept hooks, so that its "
+                f"Module {name or '(root)'} is a torch.jit ScriptModule, which does not accept hooks, so its "
                 "parameters cannot be unsharded or reduced. Pass the Python module, and compile it with torch.compile "
                 "or engine.compile()."
             )
@@ -250,7 +250,7 @@ def check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
             trained = parameters[name].requires_grad or parameters[other].requires_grad
             if trained and _overlap(parameters[name], parameters[other]):
                 raise ValueError(
-                    f"Parameters {name} and {other} share memory but are two Parameter objects, and each would be "
+                    f"Parameters {name} and {other} share memory but are two Parameter objects, so each would be "
                     "trained separately. Tie the Parameter (b.weight = a.weight), or clone it."
                 )
 
@@ -295,8 +295,8 @@ def _initialise(modules: Mapping[str, nn.Module], on_meta: set[str], earlier: Se
         shared = {name for param in sharded for name, parameter in param.named_parameters() if id(parameter) in own}
         if shared:
             raise ValueError(
-                f"{path} is on the meta device and shares {', '.join(sorted(shared))}, which are sharded already, with "
-                "another module, so that reset_parameters cannot initialise them. Build it on a real device."
+                f"{path} is on the meta device and shares {', '.join(sorted(shared))}, which are already sharded, with "
+                "another module, so reset_parameters cannot initialise them. Build it on a real device."
             )
         reset()
 

@@ -265,8 +265,8 @@ class FlatParam:
         if self._is_rounded:
             names = ", ".join(member.name for member in self.layout.members[:3])
             raise RuntimeError(
-                f"The flat parameter of {names} was gathered quantized for a forward or backward, so that writing it "
-                "back would round all of its values. Write outside forward and backward, or turn off "
+                f"The flat parameter of {names} was gathered quantized for a forward or backward, so writing it "
+                "back would round all of its values. Write outside forward and backward, or disable "
                 "zero_quantized_weights."
             )
         self.invalidate_secondary()

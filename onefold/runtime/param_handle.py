@@ -257,9 +257,9 @@ class ParamHandle:
         if (value.shape, value.dtype, value.device) != (parameter.shape, parameter.dtype, parameter.device):
             raise RuntimeError(
                 f"Parameter {self.name_of(parameter)} ({parameter.dtype}, {tuple(parameter.shape)} on "
-                f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}: the "
-                "engine's model cannot be cast or resized, nor moved inside a pass. Do it before initialize; dtypes "
-                "and devices come from the config."
+                f"{parameter.device}) was given data of {value.dtype}, {tuple(value.shape)} on {value.device}, but the "
+                "engine's model cannot be cast or resized, nor moved inside a pass. Do it before initialize. Dtypes "
+                "and devices are set in the config."
             )
         if value.data_ptr() != parameter.data_ptr() or value.stride() != parameter.stride():
             with torch.no_grad():
@@ -314,7 +314,7 @@ class ParamHandle:
         is_new = inside_backward() and raw_grad(parameter) is not None
         if value is not None and param.trainable and self.owner is not None and not is_new:
             raise RuntimeError(
-                f"The gradient of {self.name_of(parameter)} is reduced and held by the engine. Set it between "
+                f"The gradient of {self.name_of(parameter)} is reduced and stored by the engine. Set it between "
                 "backward and step with onefold.utils.safe_set_full_grad(parameter, value)."
             )
         set_raw_grad(parameter, value)

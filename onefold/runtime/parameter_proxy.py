@@ -409,7 +409,7 @@ class GradientPlaceholder(torch.Tensor):
     _onefold_parameter: nn.Parameter
     _onefold_name: str
     _onefold_where: str
-    SHARDED = "reduced and sharded over the ranks, and not here"
+    SHARDED = "reduced and sharded over the ranks"
 
     @staticmethod
     def of(parameter: nn.Parameter, name: str, shape: tuple[int, ...], where: str) -> GradientPlaceholder:
@@ -443,15 +443,15 @@ class GradientPlaceholder(torch.Tensor):
             return None
         raise RuntimeError(
             f"{describe(func)}'s gradient: the gradient of {held[0]._onefold_name} is {held[0]._onefold_where}. Clip "
-            "with the config's gradient_clipping; read the norm with "
-            "engine.get_global_grad_norm() after the step; read or set one gradient with "
-            "onefold.utils.safe_get_full_grad / safe_set_full_grad between backward and step, on all ranks"
+            "with the config's gradient_clipping, read the norm with "
+            "engine.get_global_grad_norm() after the step, or read and set one gradient with "
+            "onefold.utils.safe_get_full_grad / safe_set_full_grad between backward and step, on all ranks."
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
         raise RuntimeError(
-            f"{func}: the gradient is sharded over the ranks or scaled; use onefold.utils.safe_get_full_grad"
+            f"{func}: the gradient is sharded over the ranks or scaled. Use onefold.utils.safe_get_full_grad."
         )
 
 
@@ -459,9 +459,9 @@ def sharded_error(names: list[str], what: str) -> RuntimeError:
     """Return the error for an operation on values that are sharded."""
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return RuntimeError(
-        f"{what}: the values of {shown} are sharded over the ranks and not here. Read or write them inside "
-        "onefold.zero.GatheredParameters(parameters) (to write: modifier_rank=0), which all ranks enter together; in "
-        "a loss, use parameters after the engine's forward has begun"
+        f"{what}: the values of {shown} are sharded over the ranks. Read or write them on all ranks inside "
+        "onefold.zero.GatheredParameters(parameters) (to write: modifier_rank=0). In a loss, use parameters "
+        "after the engine's forward has begun."
     )
 
 

@@ -265,7 +265,7 @@ class Schedule:
         for name, parameter in self._frozen:
             if raw_grad(parameter) is not None:
                 raise RuntimeError(
-                    f"Parameter {name} was frozen at initialize and has a gradient now, but it has no optimizer state. "
+                    f"Parameter {name} was frozen at initialize and has a gradient now, but no optimizer state. "
                     "Unfreeze it before initialize, or initialize again."
                 )
         for unit in self.trained_units:

@@ -136,8 +136,7 @@ class UnitContext:
             self.wake()
         elif missing:
             raise RuntimeError(
-                f"The engine's states are off the device ({', '.join(sorted(missing))}). Call engine.reload_states() "
-                "first."
+                f"The engine's states are offloaded ({', '.join(sorted(missing))}). Call engine.reload_states() first."
             )
 
     def begin_sharded_pass(self, *, forward: bool) -> None:

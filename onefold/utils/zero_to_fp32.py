@@ -112,16 +112,16 @@ def main(
     """Run the command line of zero_to_fp32.py. `dtypes` adds --dtype, with the names that users type for dtypes."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Write the unsharded weights of a checkpoint, in fp32. No GPU is needed, and little memory.",
+        description="Write the unsharded weights of a checkpoint in fp32. No GPU and little memory are needed.",
         epilog="example: python zero_to_fp32.py . fp32_weights --tag global_step100. `onefold export` also writes bf16 "
         "and fp16.",
     )
     add = parser.add_argument
-    add("checkpoint_dir", help="the folder with `latest` and the tags' folders, or a tag's folder")
-    add("output_dir", help="the folder to write to")
+    add("checkpoint_dir", help="folder with the file `latest` and the checkpoints, or the folder of one checkpoint")
+    add("output_dir", help="folder to write to")
     if dtypes is not None:
         add("--dtype", required=True, choices=sorted(dtypes), help="the dtype of floating-point weights")
-    add("--max_shard_size", default="5GB", help="where to cut into several files: 500MB, 5GB (default), 2GiB")
+    add("--max_shard_size", default="5GB", help="maximum size of a file, e.g. 500MB or 2GiB (default: 5GB)")
     add("--safe_serialization", action="store_true", help="safetensors (streamed) instead of pytorch_model.bin")
     add("-t", "--tag", help="tag of the checkpoint (default: the tag in the file `latest`)")
     add("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")

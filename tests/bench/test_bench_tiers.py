@@ -179,7 +179,7 @@ def test_a_damaged_file_is_told_and_replaced(cache: Path, caplog: pytest.LogCapt
     cache.write_text(text)
     with caplog.at_level(logging.WARNING, logger="onefold"):
         assert offload_bench.load_measured() is None
-    assert f"{cache}: cannot be read" in caplog.text
+    assert f"{cache} cannot be read" in caplog.text
     offload_bench.save_measured(FIXED)
     assert offload_bench.load_measured() == FIXED
 

@@ -275,7 +275,7 @@ def edit_each(folder: str, stage: int) -> Any:
 @pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 2), more(0, 2), more(3, 1)])
 def test_an_edited_manifest_is_refused_by_its_field(on_ranks: OnRanks, tmp_path: Path, stage: int, world: int) -> None:
     words = {name: told for name, (_, told) in EDITS.items()}
-    words |= {"a key twice": "a key is given twice: 'world_size'", "NaN": "NaN is no JSON", "deep": "not a manifest"}
+    words |= {"a key twice": "a key is given twice: 'world_size'", "NaN": "NaN is not JSON", "deep": "not a manifest"}
     for found, path, unlike in on_ranks(world, edit_each, str(tmp_path), stage):
         for name, (told, changed) in found.items():
             assert f"{tmp_path}/bad" in told, (name, told)
@@ -489,7 +489,7 @@ def test_an_engine_refuses_what_is_no_file_too(on_ranks: OnRanks, saved: Path, t
 def test_a_manifest_is_not_read_beyond_its_limit(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     os.truncate(folder / "two" / "manifest.json", MAX_BYTES + 1)
-    with pytest.raises(CheckpointError, match=f"it has {MAX_BYTES + 1} bytes, more than the {MAX_BYTES}"):
+    with pytest.raises(CheckpointError, match=f"it has {MAX_BYTES + 1} bytes, more than the limit of {MAX_BYTES}"):
         Manifest.read(folder / "two")
 
 
@@ -511,7 +511,7 @@ def test_a_tag_that_is_asked_for_and_gone_is_an_error(on_ranks: OnRanks, saved: 
     for found, unlike in on_ranks(2, load_gone, str(folder)):
         for told, tag in zip(found, ("two", "absent", "two"), strict=True):
             assert told.startswith("CheckpointError"), told
-            assert f"{folder}/{tag}: has no manifest.json" in told
+            assert f"{folder}/{tag}: not a published checkpoint: it has no manifest.json" in told
         assert unlike == []
 
 

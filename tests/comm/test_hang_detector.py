@@ -17,6 +17,7 @@ from torch import nn
 import onefold
 from onefold.comm import main_thread, mesh
 from onefold.comm.guard import Guard, PassProgress, RankActivity, Wait
+from onefold.comm.hang_detector import _PeriodicThread
 
 # -- what is published -------------------------------------------------------------------------------------------
 
@@ -187,3 +188,21 @@ def test_the_key_is_read_before_the_process_group_is_made(section):
         with mock.patch(f"{name}.init_distributed", side_effect=StoppedError) as init, pytest.raises(StoppedError):
             make()
         assert init.call_args.kwargs["nccl_error_handling"] == expected
+
+
+def test_a_thread_that_is_being_started_can_be_stopped():
+    """An engine is closed while the thread restarts itself, because a wait has begun."""
+    calls: list[str] = []
+    periodic = _PeriodicThread("onefold-test", RankActivity(), lambda: calls.append("work"), lambda: True)
+    start, started = threading.Thread.start, []
+
+    def stop_before(thread: threading.Thread) -> None:
+        periodic.stop()
+        started.append(thread)
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", stop_before):
+        periodic.start()
+    started[0].join(5)
+    assert not started[0].is_alive()
+    assert calls == []

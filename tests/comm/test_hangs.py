@@ -77,7 +77,7 @@ HANGS = [
     ("objects", 3, ["rank 1 at its own torch.distributed.all_gather_object()", AT_PASS]),
     ("like a meeting", 3, ["rank 1 at its own torch.distributed.all_gather()", AT_PASS]),
     ("asynchronous", 3, ["rank 1 at its own wait()", "test_hangs.py:"]),
-    ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "as many batches"]),
+    ("evaluation", 3, ["rank 1 at its own torch.distributed.all_reduce()", "rank 0 at", "the same number of batches"]),
     ("save", 3, ["rank 1 at its own torch.distributed.barrier()", "rank 0 at load_checkpoint"]),
 ]
 MORE_HANGS = [
@@ -134,7 +134,7 @@ def tries_again(at: int) -> Heard:
 def test_a_retry_on_one_rank_gets_advice_that_fits(own_ranks, at):
     for name, text, seconds, _ in own_ranks(2, tries_again, at):
         assert name == "Disagreement", text
-        assert "Rank 1 began a new forward while others were still in the pass" in text
+        assert "Rank 1 began a new forward while others were still in the backward" in text
         assert "skip the batch on all ranks" in text
         assert "leaf_module" not in text
         assert seconds < 15

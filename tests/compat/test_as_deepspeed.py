@@ -99,7 +99,7 @@ def test_registering_refuses_after_a_real_deepspeed():
         onefold.register_as_deepspeed()
         """
     )
-    assert "DeepSpeed itself is imported already" in done.stderr
+    assert "DeepSpeed itself is already imported" in done.stderr
 
 
 def test_registering_refuses_after_a_library_that_has_asked():
@@ -185,9 +185,9 @@ def test_an_attribute_of_what_is_not_offered_says_so_too():
     from onefold.compat.deepspeed.pipe import PipelineModule
     from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute, UlyssesSPAttentionHF
 
-    with pytest.raises(NotImplementedError, match=r"SequenceTiledCompute\.apply: onefold does not offer sequence"):
+    with pytest.raises(NotImplementedError, match=r"SequenceTiledCompute\.apply: onefold does not support sequence"):
         SequenceTiledCompute.apply(1, 2)
-    with pytest.raises(NotImplementedError, match=r"PipelineModule\.to: onefold does not offer pipeline"):
+    with pytest.raises(NotImplementedError, match=r"PipelineModule\.to: onefold does not support pipeline"):
         type("Mine", (PipelineModule,), {}).mro()[1].to("cpu")
     assert UlyssesSPAttentionHF.register_with_transformers("model", "sdpa", sequence_parallel_size=1) is None
     with pytest.raises(NotImplementedError, match="sequence_parallel_size = 2"):
@@ -216,7 +216,7 @@ def test_looking_at_what_is_not_offered_is_harmless():
     with unittest.mock.patch.object(layer, "MoE"):
         pass
     assert issubclass(ElasticityError, Exception)  # so that one may catch it
-    with pytest.raises(NotImplementedError, match="compute_elastic_config: onefold does not offer elastic batch sizes"):
+    with pytest.raises(NotImplementedError, match="compute_elastic_config: onefold does not support elastic batch"):
         compute_elastic_config(ds_config={}, target_deepspeed_version="0.19.8", world_size=2)
 
 
@@ -313,7 +313,7 @@ def test_a_checkpoint_engine_loads_tensors_and_executes_nothing(tmp_path):
     found = engine.load(str(tmp_path / "good.pt"), map_location="cpu")
     assert (found["weight"].tolist(), found["step"]) == ([1.0, 1.0, 1.0], 4)
     torch.save({"called": textwrap.TextWrapper()}, tmp_path / "bad.pt")
-    with pytest.raises(pickle.UnpicklingError, match=r"bad\.pt: holds pickled objects"):
+    with pytest.raises(pickle.UnpicklingError, match=r"bad\.pt contains pickled objects"):
         engine.load(str(tmp_path / "bad.pt"))
 
 
@@ -337,7 +337,7 @@ def test_tracked_random_states_are_replayed_in_a_recomputation():
             assert torch.equal(masks[-1], masks[-2])
             assert torch.equal(x.grad, masks[-1])
         assert not torch.equal(masks[0], masks[2])
-        with pytest.raises(ValueError, match="tracked already"):
+        with pytest.raises(ValueError, match="already tracked"):
             tracker.add("other", 5 + 2718)
     finally:
         tracker.reset()
@@ -491,9 +491,9 @@ def test_inference_is_plain_evaluation_or_refused():
     for more in ({"mp_size": 2}, {"tensor_parallel": {"tp_size": 2}}, {"replace_with_kernel_inject": True}):
         with pytest.raises(NotImplementedError, match=next(iter(more))):
             init_inference(torch.nn.Linear(4, 4), **more)
-    with pytest.raises(TypeError, match="did you mean 'replace_with_kernel_inject'"):
+    with pytest.raises(TypeError, match="Did you mean 'replace_with_kernel_inject'"):
         init_inference(torch.nn.Linear(4, 4), replace_with_kernel_injct=True)
-    with pytest.raises(TypeError, match="a dict here, not str"):
+    with pytest.raises(TypeError, match="must be a dict, not str"):
         init_inference(torch.nn.Linear(4, 4), config="config.json")
 
 
@@ -542,7 +542,7 @@ def openrlhf(stage: int, folder: str) -> dict[str, Any]:
         dist_init_required=True,
     )  # fmt: skip
     their_logging.logger.removeHandler(handler)
-    found: dict[str, Any] = {"warned": [line for line in heard if "at the top of a config" in line]}
+    found: dict[str, Any] = {"warned": [line for line in heard if "unknown top-level key" in line]}
     found["collects"] = gc.isenabled()
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
@@ -868,8 +868,8 @@ def test_the_launcher_starts_ranks_with_their_number_and_the_environment_file(tm
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--autotuning", "run", "x.py"], "`onefold tune` does"),
-        (["--launcher", "openmpi", "x.py"], "reached by ssh"),
+        (["--autotuning", "run", "x.py"], "use `onefold tune`"),
+        (["--launcher", "openmpi", "x.py"], "only ssh"),
         (["--hostfile", "nothing", "x.py"], "no such file"),
         (["x.py"], "no such script"),
     ],

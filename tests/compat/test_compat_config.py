@@ -241,7 +241,7 @@ def test_slots_are_chosen_by_name():
     assert choose(nodes, exclude_str="one@two") == {}
     assert runner.parse_inclusion_exclusion({"one": 2, "two": 1}, "one:1", "") == {"one": [1]}
     for given in ({"include_str": "three"}, {"exclude_str": "two:7"}, {"include_str": "a", "exclude_str": "b"}):
-        with pytest.raises(ValueError, match=r"three|No slot '7'|two ways"):
+        with pytest.raises(ValueError, match=r"three|No slot '7'|exclude each other"):
             choose(nodes, **given)
 
 
@@ -256,7 +256,7 @@ def test_a_hostfile_by_its_lines_or_its_path(tmp_path):
 
 def test_wrong_use_of_the_launcher_raises_in_python_and_ends_a_command(monkeypatch, capsys):
     words = ["--num_gpus", "1", "--include", "localhost:0", "train.py"]
-    with pytest.raises(ValueError, match="leave --num_nodes and --num_gpus out"):
+    with pytest.raises(ValueError, match="Leave --num_nodes and --num_gpus out"):
         runner.main(words)
     monkeypatch.setattr("sys.argv", ["deepspeed", *words])
     assert runner.main() == 2
@@ -316,7 +316,7 @@ def test_a_rank_is_bound_as_far_as_it_may_be(tmp_path, monkeypatch, denied, left
 @pytest.mark.parametrize("text", ["0,2-6,5-9", "8,2-6", "1,6-2", "a"])
 def test_cores_ascend(text):
     assert numa.parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
-    with pytest.raises(ValueError, match=r"ascend|ends where|invalid literal"):
+    with pytest.raises(ValueError, match=r"ascend|not end before|invalid literal"):
         numa.parse_range_list(text)
 
 
@@ -342,7 +342,7 @@ def test_timers_count_and_complain():
 def test_every_operator_has_a_builder_that_says_what_it_does():
     assert op_builder.COMPATIBLE["fused_adam"]
     assert not op_builder.COMPATIBLE[op_builder.FusedLambBuilder.NAME]
-    with pytest.raises(NotImplementedError, match=r"use deepspeed\.ops\.adam\.FusedAdam"):
+    with pytest.raises(NotImplementedError, match=r"Use deepspeed\.ops\.adam\.FusedAdam"):
         op_builder.FusedAdamBuilder().load()
     flat = op_builder.UtilsBuilder().load().flatten([torch.ones(2), torch.zeros(3)])
     assert flat.tolist() == [1, 1, 0, 0, 0]

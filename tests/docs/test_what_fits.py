@@ -323,11 +323,8 @@ def test_the_page_finds_the_row_of_each_setting():
         for name in table["setting"]:
             place = place * len(CHOICES[name]) + CHOICES[name].index(values[name])
         place = (place * 2 + (values["accumulation"] > 1)) * 2 + (values["gpus"] * values["nodes"] > 1)
-        row = zip(table["columns"].items(), table["rows"][table["places"][place]], strict=True)
-        found = {
-            name: PerElement(**dict(zip(table["fields"], table["elements"][value], strict=True))) if is_entry else value
-            for (name, is_entry), value in row
-        }
+        row = dict(zip(table["columns"], table["rows"][table["places"][place]], strict=True))
+        found = {name: PerElement(*value) if isinstance(value, list) else value for name, value in row.items()}
         assert found == planned_states(values), values
 
 

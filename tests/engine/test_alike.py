@@ -102,19 +102,19 @@ def initialise(kind: str, stage: int) -> tuple[str, str, float]:
 
 KINDS = {
     "width": "rank 1 differs from rank 0: parameter 0.weight has shape (48, 16), rank 0's (32, 16)",
-    "order": "another order: parameter b.weight stands where rank 0 has parameter a.weight",
+    "order": "different order: it has parameter b.weight where rank 0 has parameter a.weight",
     "depth": "parameter 3.weight has shape (32, 32), rank 0's (16, 32)",
     "frozen": "parameter 0.weight has requires_grad False, rank 0's True",
     "tied": "parameter 2.weight has the weights of 1.weight, rank 0's nothing",
     "buffer": "buffer mask has shape (4,), rank 0's (3,)",
     "model in bf16": "parameter 0.weight has dtype torch.bfloat16, rank 0's torch.float32",
-    "leaf modules": "it has unit 0, which rank 0 has not",
+    "leaf modules": "it has unit 0, but rank 0 does not",
     "stage": "the config has zero_optimization.stage 1, rank 0's",
     "clip": "the config has gradient_clipping 0.01, rank 0's 0.0",
     "bf16": "the config has bf16.enabled True, rank 0's False",
     "optimizer": "the optimizer has type SGD, rank 0's AdamW",
     "lr": "parameter group 0 has lr 0.02, rank 0's 0.01",
-    "groups": "it has parameter group 1, which rank 0 has not",
+    "groups": "it has parameter group 1, but rank 0 does not",
     "accumulation": "the batch has accumulation 2, rank 0's 1",
     "micro-batch": "the batch has micro-batch 3, rank 0's 4",
     "scheduler": "the config has scheduler.type 'WarmupLR', rank 0's nothing",
@@ -215,10 +215,10 @@ def test_comparing_leaves_no_keys_behind(on_ranks):
 
 def test_first_difference_in_words():
     a, b = ("parameter a", {"shape": "(1,)"}), ("parameter b", {"shape": "(1,)"})
-    assert first_difference([a, b], [a]) == "it has no parameter b, rank 0 has"
-    assert first_difference([a], [a, b]) == "it has parameter b, which rank 0 has not"
-    assert first_difference([a, b], [b]) == "it has no parameter a, rank 0 has"
-    assert first_difference([a, b], [b, a]) == "another order: parameter b stands where rank 0 has parameter a"
+    assert first_difference([a, b], [a]) == "it has no parameter b, but rank 0 does"
+    assert first_difference([a], [a, b]) == "it has parameter b, but rank 0 does not"
+    assert first_difference([a, b], [b]) == "it has no parameter a, but rank 0 does"
+    assert first_difference([a, b], [b, a]) == "different order: it has parameter b where rank 0 has parameter a"
     other = ("parameter a", {"shape": "(2,)"})
     assert first_difference([a, b], [other, b]) == "parameter a has shape (2,), rank 0's (1,)"
 
@@ -254,7 +254,7 @@ def never_comes() -> tuple[str, str, float, str]:
 def test_a_rank_that_does_not_come_is_named_in_a_warning_then_in_an_error(own_ranks):
     name, text, _, said = own_ranks(2, never_comes)[0]
     assert name == "Disagreement"
-    assert "rank 1 did not come to it within 4 s" in text
+    assert "rank 1 did not reach it within 4 s" in text
     assert "rank 0 has waited" in said
     assert "for rank 1" in said
 
@@ -271,7 +271,7 @@ def ends_before() -> tuple[str, str, float, str]:
 def test_a_rank_that_has_ended_is_named_at_once(own_ranks):
     name, text, seconds, _ = own_ranks(2, ends_before)[0]
     assert name == "Disagreement"
-    assert "rank 1 ended before coming to it" in text
+    assert "rank 1 ended before reaching it" in text
     assert seconds < 10
 
 

@@ -598,7 +598,7 @@ class Perturbing(Counting):
 def other_methods() -> None:
     model = net()
     engine = start(model, settings_of(2, "", ""), optimizer=Perturbing(model.parameters()))
-    with pytest.raises(AttributeError, match=r"Perturbing.*first_step\(\) is not offered"):
+    with pytest.raises(AttributeError, match=r"Perturbing.*first_step\(\) is not supported"):
         engine.optimizer.first_step()
     assert engine.optimizer.calls == 0
 
@@ -620,7 +620,7 @@ def apart() -> str:
 
 def test_a_rank_that_steps_while_another_calls_a_method_is_named(on_ranks):
     for text in on_ranks(2, apart):
-        assert "rank 1 calls engine.step() where rank 0 calls optimizer.eval()" in text
+        assert "rank 1 calls engine.step(), but rank 0 calls optimizer.eval()" in text
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -817,12 +817,12 @@ def nadam(model: nn.Module) -> torch.optim.Optimizer:
     (ADAMW, "lr", None, "optimizer.param_groups[0].lr = None: expected a number"),
     (ADAMW, "betas", (0.9, 0.9, 0.9), "optimizer.param_groups[0].betas = [0.9, 0.9, 0.9]: expected a list of 2"),
     (ADAMW, "betas", (0.9, 1.0), "optimizer.param_groups[0].betas[1] = 1.0: expected"),
-    (ADAMW, "amsgrad", True, "optimizer.param_groups[0]: amsgrad as written now needs the state max_exp_avg_sq"),
+    (ADAMW, "amsgrad", True, "optimizer.param_groups[0]: amsgrad needs the state max_exp_avg_sq"),
     (ADAMW, "learning_rate", 0.1, "optimizer.param_groups[0].learning_rate: no optimizer reads it. Did you mean"),
-    (ADAMW, "momentum", 0.1, "optimizer.param_groups[0].momentum: optimizer AdamW does not read it"),
+    (ADAMW, "momentum", 0.1, "optimizer.param_groups[0].momentum: optimizer AdamW does not use it"),
     (MUON, "adjust_lr_fn", "nonsense", "optimizer.param_groups[0].adjust_lr_fn = 'nonsense': expected one of"),
     (MUON, "use_muon", False, "optimizer.param_groups[0].use_muon was True at initialize and is False now"),
-    (MUON, "muon_lr", 0.1, "optimizer.param_groups[0].muon_lr: optimizer Muon does not read it"),
+    (MUON, "muon_lr", 0.1, "optimizer.param_groups[0].muon_lr: optimizer Muon does not use it"),
     (MUON, "ns_steps", 0, "optimizer.param_groups[0].ns_steps = 0: expected"),
     (nadam, "lr", "x", "optimizer.param_groups[0].lr = 'x': expected a number"),
     (nadam, "lr", -1, "optimizer.param_groups[0].lr = -1: expected at least 0"),

@@ -747,7 +747,7 @@ def of_torchao(name: str, arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("name", "arguments", "told"), [
     ("AdamW8bit", {}, "int8, decoupled True"), ("Adam8bit", {}, "int8, decoupled False"),
     ("AdamW4bit", {}, "only its Adam, AdamW and Lion"), ("AdamW8bit", {"block_size": 128}, "block_size = 128"),
-    ("AdamW8bit", {"bf16_stochastic_round": True}, "onefold.master_dtype bf16"),
+    ("AdamW8bit", {"bf16_stochastic_round": True}, "onefold.master_dtype to bf16"),
 ])  # fmt: skip
 def test_classes_of_torchao_are_taken_as_ours_or_refused(own_ranks, name, arguments, told):
     pytest.importorskip("torchao")

@@ -6,9 +6,13 @@ import gc
 import time
 from typing import Any
 
+import pytest
 import torch
 from covering import covering
 from models import batches, config, more, net, precision, start
+
+from onefold.config import load_config
+from onefold.plan import FlatParamSpec, Layout, StateSpec, assign_tiers, make_plan
 
 
 def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, Any]:
@@ -45,6 +49,39 @@ def test_held_bytes_equal_the_plan(on_ranks, world, stage, dtype, accumulation):
         assert planned.parameters == size * got["numel"]
         assert planned.masters == (0 if dtype == "fp32" else 4 * got["numel"] // shards)
         assert planned.states == 8 * got["numel"] // shards
+
+
+CPU = {"device": "cpu"}
+SHARING: list[tuple[dict[str, Any], str, str, set[str]]] = [
+    ({"stage": 0}, "fp32", "fp32", {"master", "reduced gradient"}),
+    ({"stage": 2}, "fp32", "fp32", {"master"}),
+    ({"stage": 2}, "bf16", "fp32", set()),
+    ({"stage": 2}, "bf16", "bf16_int16", {"master"}),
+    ({"stage": 3}, "bf16", "fp32", {"master"}),
+    ({"stage": 3, "offload_optimizer": CPU}, "fp32", "fp32", set()),
+    ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "fp32", "fp32", {"master"}),
+    ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "bf16", "fp32", set()),
+    ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "bf16", "bf16_int8", {"master"}),
+]
+
+
+@pytest.mark.parametrize(("zero", "dtype", "masters", "shared"), SHARING)
+def test_the_plan_names_the_buffers_that_share_memory(zero, dtype, masters, shared):
+    document = {"zero_optimization": zero, "onefold": {"master_dtype": masters}, **precision(dtype)}
+    plan = make_plan(load_config(document), 2)
+    held = plan.precision.of_parameter(torch.float32)
+    states = StateSpec(("exp_avg",)).held_as(plan.formats, "weight", held, 4096)
+    layout = Layout.of([("weight", (4096,), 0)], 2)
+    (spec,) = assign_tiers([FlatParamSpec(layout, held, trainable=True, persistent=False, state_spec=states)], plan)
+    buffers = spec.buffers(plan)
+    assert {buffer.name for buffer in buffers if buffer.alias_of is not None} == shared
+    assert {buffer.name for buffer in buffers} == {
+        "parameter",
+        "flat gradient",
+        "reduced gradient",
+        "master",
+        "exp_avg",
+    }
 
 
 def bytes_of_every_stage(stage: int) -> list[Any]:

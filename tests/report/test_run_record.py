@@ -374,10 +374,7 @@ def test_a_last_line_that_was_cut_off_is_no_error(tmp_path, tail):
         ([facts(), "{broken\n", line_of(row(1))], "line 2 is not valid"),
         ([line_of(row(1))], "line 1: .*must begin with a line of facts"),
         ([facts(), '{"kind": "step", "step": 1}\n'], "line 2: KeyError"),
-        (
-            [facts(), line_of(row(1)).replace('"step": 1', '"step": "1"', 1)],
-            "line 2: TypeError: expected a whole number",
-        ),
+        ([facts(), line_of(row(1)).replace('"step": 1', '"step": "1"', 1)], "line 2: TypeError: .*whole number"),
         ([facts(planned=[])], "line 1: TypeError: expected an object"),
         (['{"kind": "run"}\n'], "line 1: KeyError"),
         (["[" * 100_000 + "\n", facts()], "line 1|no run"),

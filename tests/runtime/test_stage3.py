@@ -1612,7 +1612,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(own_ranks, tmp_path, when):
     name, seconds, text = (tmp_path / "heard").read_text().split("\n", 2)
     assert name == "Disagreement", text
     assert float(seconds) < 15
-    assert "rank 1 is gone" in text
+    assert "rank 1 has ended" in text
     assert "rank 0 at " in text
 
 

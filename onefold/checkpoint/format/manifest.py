@@ -219,7 +219,7 @@ class Manifest:
         try:
             text = read_small(path, MAX_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{folder}: not a published checkpoint, because {NAME} is missing") from None
+            raise CheckpointError(f"{folder}: not a published checkpoint: it has no {NAME}") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
         body = text[_HEAD_BYTES:-2]
