@@ -100,10 +100,11 @@ def test_tiers_below_the_device_are_bit_equal(request, world, dtype, accumulatio
     check_tiers(pool.run(run_tiers, dtype, accumulation, "exchange"))
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("who", ["host", "device"])
-def test_whoever_steps_them(nccl, who):
-    """Where the device steps them all, they have the bits of states that rest there."""
-    check_tiers(nccl.run(run_tiers, "bf16", 1, "exchange", who), who)
+def test_whoever_steps_them(nccl, who, accumulation):
+    """If the device steps all offloaded states, results are bit-equal to states on the device, also with clipping."""
+    check_tiers(nccl.run(run_tiers, "bf16", accumulation, "exchange", who), who)
 
 
 def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
@@ -161,8 +162,9 @@ def test_host_and_device_step_what_they_are_given(nccl, who, pinned):
     {"onefold": {"delayed_host_step": True, "master_dtype": "bf16_int16"}},
     {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}},
 ])  # fmt: skip
-def test_bytes_that_cross_in_a_step_equal_the_plan(nccl, tmp_path, extra):
-    (found,) = nccl.run(measure, str(tmp_path), VARIANTS, "bf16", 1, extra)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bytes_that_cross_in_a_step_equal_the_plan(nccl, tmp_path, extra, accumulation):
+    (found,) = nccl.run(measure, str(tmp_path), VARIANTS, "bf16", accumulation, extra)
     for name, seen in found.items():
         assert seen["traffic"] == seen["crossing"], name
 
