@@ -17,7 +17,7 @@ from onefold.log import logger
 from onefold.offload.bus import Bus, CopyEvent
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
-from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
+from onefold.offload.param_shard import DeviceShard, DiskShard, HostShard, ParamShard, StagingBuffers
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.buffers import PARAMETER
 from onefold.plan.plan import Offload
@@ -93,7 +93,7 @@ class Needs:
         stored = [buffer for spec in specs for buffer in spec.buffers(plan) if buffer.alias_of is None]
         on_disk = [buffer for buffer in stored if buffer.tier is Tier.NVME]
         return Needs(
-            sum(buffer.nbytes for buffer in stored if buffer.tier is Tier.HOST),
+            sum(buffer.own_bytes for buffer in stored if buffer.tier is Tier.HOST),
             [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name != PARAMETER],
             [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name == PARAMETER],
         )
@@ -123,7 +123,7 @@ class OffloadMemory:
         self._parameters = self._reserve(needs.parameters_on_disk, options.param.nvme_path, rank)
         for swap in self._swaps:
             swap.open()
-        self._parameter_buffers: Buffers | None = None
+        self._parameter_buffers: StagingBuffers | None = None
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
 
     def _reserve(self, needs: Sequence[Need], paths: Sequence[str], rank: int) -> dict[Need, list[DiskTensor]]:
@@ -158,9 +158,9 @@ class OffloadMemory:
         self._swaps[-1].open()
         return (reserved[need].pop(0) for need in needs)
 
-    def buffers(self, num: int, num_bytes: int) -> Buffers:
+    def buffers(self, num: int, num_bytes: int) -> StagingBuffers:
         """Allocate staging buffers in host memory."""
-        return self.worker.submit(Buffers, num, num_bytes, pinned=self.pinned).result()
+        return self.worker.submit(StagingBuffers, num, num_bytes, pinned=self.pinned).result()
 
     def param_shard(self, tier: Tier, numel: int, dtype: torch.dtype) -> ParamShard:
         """Allocate a parameter shard in a tier."""
@@ -217,7 +217,7 @@ class GradOffload:
     def __init__(self, bus: Bus, worker: ThreadPoolExecutor, *, pinned: bool) -> None:
         self._bus, self._worker, self._pinned = bus, worker, pinned
         self._largest = 0
-        self._staging: Buffers | None = None
+        self._staging: StagingBuffers | None = None
         self._under_way: deque[tuple[CopyEvent, torch.Tensor, torch.Tensor, Pool, Hashable]] = deque()
 
     def expect(self, num_bytes: int) -> None:
@@ -235,7 +235,7 @@ class GradOffload:
             arriving = arrival = bus.down(total, target)
         elif bus.crosses:
             if self._staging is None:
-                self._staging = self._worker.submit(Buffers, 2, self._largest, pinned=self._pinned).result()
+                self._staging = self._worker.submit(StagingBuffers, 2, self._largest, pinned=self._pinned).result()
             buffer = self._staging.take()
             staged = buffer[: total.nbytes].view(total.dtype)
             arrival = bus.down(total, staged)
@@ -257,7 +257,12 @@ class GradOffload:
 
 
 def _take_over(
-    arrival: CopyEvent, staging: Buffers, buffer: torch.Tensor, staged: torch.Tensor, target: torch.Tensor, add: bool
+    arrival: CopyEvent,
+    staging: StagingBuffers,
+    buffer: torch.Tensor,
+    staged: torch.Tensor,
+    target: torch.Tensor,
+    add: bool,
 ) -> None:
     """Add or copy a gradient from its staging buffer to its destination, on the host's thread."""
     try:

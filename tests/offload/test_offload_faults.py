@@ -31,7 +31,7 @@ from onefold.offload.bus import CopyEvent
 from onefold.offload.host_memory import HostShortage
 from onefold.offload.nvme import SwapError
 from onefold.offload.offload_memory import _take_over
-from onefold.offload.param_shard import Buffers
+from onefold.offload.param_shard import StagingBuffers
 from onefold.pool import Pool
 
 KEYS: dict[str, Callable[[str], tuple[int, dict[str, Any]]]] = {
@@ -412,7 +412,7 @@ def test_a_landing_that_fails_gives_its_buffer_back():
         def synchronize(self) -> None:
             raise RuntimeError("the device is gone")
 
-    landings = Buffers(2, 64, pinned=False)
+    landings = StagingBuffers(2, 64, pinned=False)
     target = torch.zeros(16)
     for _ in range(3):
         buffer = landings.try_take()

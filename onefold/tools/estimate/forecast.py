@@ -249,7 +249,7 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
     on_device = plan.gradients.tier is Tier.DEVICE
     # Offloaded gradients are on the device only until they are copied to the host.
     flat, reduced = (
-        max((buffer.size for spec in specs for buffer in spec.buffers(plan) if buffer.name == name), default=0)
+        max((buffer.num_bytes for spec in specs for buffer in spec.buffers(plan) if buffer.name == name), default=0)
         for name in (FLAT_GRADIENT, REDUCED_GRADIENT)
     )
     # On one rank without accumulation the gradient needs no separate sum.
@@ -291,7 +291,7 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
     for spec in specs:
         if _is_streamed(machine, plan, spec):
             of_step = [each for each in spec.buffers(plan) if each.is_stepped or each.name == REDUCED_GRADIENT]
-            needed, tier = sum(buffer.size for buffer in of_step), spec.residency.states
+            needed, tier = sum(buffer.num_bytes for buffer in of_step), spec.residency.states
             largest[tier] = max(largest[tier], needed)
     return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values())
 
@@ -333,7 +333,7 @@ def _times(
     for spec in specs:
         of_step = [buffer for buffer in spec.buffers(plan) if buffer.is_stepped]
         if _is_streamed(machine, plan, spec):
-            through[spec.residency.states] += sum(buffer.size for buffer in of_step)
+            through[spec.residency.states] += sum(buffer.num_bytes for buffer in of_step)
         elif spec.trainable:
             slower = _QUANTIZED_SLOWDOWN if spec.state_spec.formats and spec.residency.offloads_states else 1
             stepped[spec.residency.offloads_states] += slower * of_step[0].numel
