@@ -20,7 +20,7 @@ from onefold.offload import state_codec
 from onefold.offload.buffer import Buffer
 from onefold.offload.host_memory import page_aligned
 from onefold.optim import pipeline
-from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
 from onefold.optim.rules import AdamRule
 from onefold.plan.state_formats import INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 from onefold.tools.bench.offload_bench import OneGroup
@@ -116,7 +116,7 @@ def measure_forms(numel: int, rounds: int) -> str:
             elementwise, found = ElementwiseUpdate([AdamRule()], 1 << 22), []
             for _ in range(rounds + 1):
                 start = time.perf_counter()
-                elementwise.update(OneGroup(), gradient, Step(1, 0.5, [hyper]), window, 0, numel, None)
+                elementwise.update(OneGroup(), gradient, StepValues(1, 0.5, [hyper]), window, 0, numel, None)
                 found.append(numel / (time.perf_counter() - start) / 1e9)
             rates.append(f"{statistics.median(found[1:]):.3f}")
         rows.append([name, *rates])

@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "step-number",
         "onefold/optim/step.py",
-        "step = Step(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))",
-        "step = Step(self.num_steps + 2, coefficient, groups, skip, self._begin_states(groups))",
+        "step = StepValues(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))",
+        "step = StepValues(self.num_steps + 2, coefficient, groups, skip, self._begin_states(groups))",
         "test_reference.py",
     ),
     Mutation(
@@ -847,7 +847,7 @@ MUTATIONS = [
     Mutation(
         "below-cast-is-not-planned",
         "onefold/plan/traffic.py",
-        "    elif processor is Tier.DEVICE:\n        yield Tier.DEVICE, Tier.HOST, parameter.size\n",
+        "    elif processor is Tier.DEVICE:\n        yield Tier.DEVICE, Tier.HOST, parameter.num_bytes\n",
         "",
         "test_device_pass.py -k cross_in_a_step",
     ),

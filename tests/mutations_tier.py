@@ -112,8 +112,8 @@ TIER_MUTATIONS = [
     # Offloaded states, several ranks: device buffers pile up.
     Mutation(
         "tier-reduced-gradient-not-given-back",
-        "onefold/offload/offload_memory.py",
-        "            if total is not slot:\n                pool.give_back(total)\n",
+        "onefold/offload/grad_offload.py",
+        "            if temporary[0] is not slot:\n                pool.give_back(temporary[0])\n",
         "",
         "test_offload.py test_offload_cases.py test_memory.py test_resident_memory.py",
     ),

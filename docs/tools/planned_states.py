@@ -77,7 +77,7 @@ def _planned_states(document: str, accumulates: bool, many: bool) -> dict[str, A
         **{column: PerElement(**numbers) for column, numbers in found.items()},
         "itemsize": spec.dtype.itemsize,
         "reduced_itemsize": reduced.dtype.itemsize,
-        "streamed_itemsize": sum(each.size for each in streamed) / spec.layout.shard_size if offloads else 0,
+        "streamed_itemsize": sum(each.num_bytes for each in streamed) / spec.layout.shard_size if offloads else 0,
         "stays_unsharded": stays_unsharded(plan, spec),
         "reduces_in_place": reduces_in_place(plan, spec, plan.num_micro_steps),
         "shards_states": plan.shards_states,

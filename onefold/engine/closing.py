@@ -84,7 +84,7 @@ class EngineParts:
                 schedule.memory.drain()  # parts of the step that did not fail may still run
 
     def close_on_engine_device(self) -> None:
-        """Close on a new thread, whose current device is the first GPU."""
+        """Close on a new thread, which must set the engine's device: threads start with the first GPU."""
         if self.state.device.type == "cuda":
             torch.cuda.set_device(self.state.device)
         self.close()

@@ -450,6 +450,7 @@ class Engine(nn.Module):
         if self._trace is not None:
             self._trace.give_up()
         self._saver.stop()
+        # A delayed step ends with a collective, which only an explicit close may launch.
         with suppress(Exception):  # reported by `parts.close`, and by the step that failed
             self.state.flush()
         schedule = self.state.schedule

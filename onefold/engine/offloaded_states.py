@@ -84,7 +84,7 @@ class OffloadedStates:
         freed = {}
         for kind in kinds:
             freed[kind.value] = self._offload_kind(kind, kinds, pinned=pin_memory)
-        schedule.context.offloaded = frozenset(kind.value for kind in self._kinds)
+        schedule.context.moved_kinds = frozenset(kind.value for kind in self._kinds)
         _wait(self.device, non_blocking=non_blocking)
         self._report("offload_states freed", freed)
         return freed
@@ -135,7 +135,7 @@ class OffloadedStates:
                 _bytes(storage).copy_(copy, non_blocking=True)
             for store, shard in found.replaced:
                 store.param = shard
-        schedule.context.offloaded = frozenset(kind.value for kind in self._kinds)
+        schedule.context.moved_kinds = frozenset(kind.value for kind in self._kinds)
         if not self._kinds:
             schedule.context.wake = None
         if _WEIGHTS.value in restored:

@@ -25,7 +25,7 @@ class GradShard:
         """Return the output tensor of the reduction of a flat gradient, and whether the reduction adds to it."""
         raise NotImplementedError
 
-    def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
+    def accept(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
         """Finish a reduction, and return the slot of the flat gradient to the pool as soon as it is unused."""
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class DeviceGrad(GradShard):
         assert self.value is not None
         return self.value, add
 
-    def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
+    def accept(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
         if slot is not self._slot:
             pool.give_back(slot, key)
 
@@ -134,7 +134,7 @@ class HostGrad(GradShard):
         self._passing = slot if self._alone else pool.take(self._size, self._own.dtype)
         return self._passing, False
 
-    def finish(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
+    def accept(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
         """Start the device-to-host copy of this micro-step's reduced gradient."""
         assert self._passing is not None
         total, self._passing = self._passing, None

@@ -17,7 +17,7 @@ from onefold.offload.bus import Bus
 from onefold.offload.grad_offload import GradOffload
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
 from onefold.offload.nvme import DiskTensor, SwapFiles
-from onefold.offload.param_shard import Buffers, DeviceShard, DiskShard, HostShard, ParamShard
+from onefold.offload.param_shard import DeviceShard, DiskShard, HostShard, ParamShard, StagingBuffers
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.buffers import PARAMETER
 from onefold.plan.plan import Offload
@@ -92,7 +92,7 @@ class Needs:
         stored = [buffer for spec in specs for buffer in spec.buffers(plan) if buffer.alias_of is None]
         on_disk = [buffer for buffer in stored if buffer.tier is Tier.NVME]
         return Needs(
-            sum(buffer.nbytes for buffer in stored if buffer.tier is Tier.HOST),
+            sum(buffer.own_bytes for buffer in stored if buffer.tier is Tier.HOST),
             [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name != PARAMETER],
             [(buffer.numel, buffer.dtype) for buffer in on_disk if buffer.name == PARAMETER],
         )
@@ -122,7 +122,7 @@ class OffloadMemory:
         self._parameters = self._reserve(needs.parameters_on_disk, options.param.nvme_path, rank)
         for swap in self._swaps:
             swap.open()
-        self._parameter_buffers: Buffers | None = None
+        self._parameter_buffers: StagingBuffers | None = None
         self._longest_parameter = max((numel * dtype.itemsize for numel, dtype in needs.parameters_on_disk), default=0)
 
     def _reserve(self, needs: Sequence[Need], paths: Sequence[str], rank: int) -> dict[Need, list[DiskTensor]]:
@@ -157,9 +157,9 @@ class OffloadMemory:
         self._swaps[-1].open()
         return (reserved[need].pop(0) for need in needs)
 
-    def buffers(self, num: int, num_bytes: int) -> Buffers:
+    def buffers(self, num: int, num_bytes: int) -> StagingBuffers:
         """Allocate staging buffers in host memory."""
-        return self.worker.submit(Buffers, num, num_bytes, pinned=self.pinned).result()
+        return self.worker.submit(StagingBuffers, num, num_bytes, pinned=self.pinned).result()
 
     def param_shard(self, tier: Tier, numel: int, dtype: torch.dtype) -> ParamShard:
         """Allocate a parameter shard in a tier."""

@@ -296,7 +296,7 @@ class DiskShard(ParamShard):
     tier = Tier.NVME
     values: DiskTensor
 
-    def __init__(self, values: DiskTensor, buffers: Buffers, bus: Bus) -> None:
+    def __init__(self, values: DiskTensor, buffers: StagingBuffers, bus: Bus) -> None:
         self.values = values
         self._parts = values.split(buffers.num_bytes // values.itemsize)
         self._buffers, self._bus = buffers, bus
@@ -395,7 +395,7 @@ class ToNvme(Publisher):
         return COMPLETE
 
 
-class Buffers:
+class StagingBuffers:
     """Page-locked host buffers of one size. A buffer that is given back is free once the device has read it."""
 
     def __init__(self, num: int, num_bytes: int, *, pinned: bool) -> None:

@@ -48,7 +48,7 @@ class ShardStore:
     ) -> None:
         self.spec = spec
         # The name of the unit.
-        self.unit = ""
+        self.unit_name = ""
         self.device = device
         self.param: ParamShard | None = None
         self.grad: GradShard | None = None
@@ -65,7 +65,7 @@ class ShardStore:
         self._master: Buffer | None = None
         # The model weight of an unsharded flat parameter, if it is a separate tensor.
         self.model_weight: torch.Tensor | None = None
-        self._step: Future[CopyEvent] | None = None
+        self._step_task: Future[CopyEvent] | None = None
         # Of the model weight after the last step, if it cannot be compared with the master.
         self._fingerprint: torch.Tensor | None = None
 
@@ -96,7 +96,7 @@ class ShardStore:
         assert self.param is not None
         if self.param.tier is not Tier.NVME:
             return True
-        return (self._step is None or self._step.done()) and self.param.prefetch()
+        return (self._step_task is None or self._step_task.done()) and self.param.prefetch()
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -194,27 +194,27 @@ class ShardStore:
 
     def start_step(self, step: Future[CopyEvent]) -> None:
         """Set the task that steps this shard. `finish_step` waits for it."""
-        assert self._step is None
+        assert self._step_task is None
         assert isinstance(self.grad, HostGrad)
-        self._step = step
+        self._step_task = step
         self.grad.read_by(step)
 
     @property
     def is_stepping(self) -> bool:
         """Whether an offloaded step has been started and not finished."""
-        return self._step is not None
+        return self._step_task is not None
 
     def finish_step(self) -> None:
         """Wait for the offloaded step, and make the caller's stream wait for the new model weight."""
-        if self._step is not None:
-            arrival = self._step.result()
+        if self._step_task is not None:
+            arrival = self._step_task.result()
             self.abandon_step()
             arrival.wait_on_stream()
             self.take_fingerprint()
 
     def abandon_step(self) -> None:
         """Stop waiting for the offloaded step."""
-        self._step = None
+        self._step_task = None
         if isinstance(self.grad, HostGrad):
             self.grad.read_by(None)
 
@@ -293,7 +293,7 @@ class ShardStore:
         Nothing is compared while a host step or `offload_states` keeps either of them elsewhere.
         """
         weight = self._watched_weight
-        if weight is None or self._step is not None:
+        if weight is None or self._step_task is not None:
             return
         held = [weight, *self.master.tensors]
         if not all(tensor.untyped_storage().size() for tensor in held if tensor.numel()):

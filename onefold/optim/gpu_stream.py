@@ -24,7 +24,7 @@ from onefold.offload.param_shard import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
 from onefold.optim.matrix_rules import AnyRule
-from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
 from onefold.plan.layout import Segment, round_up
 from onefold.plan.state_formats import BLOCK
 
@@ -43,7 +43,7 @@ class StreamedShard:
     store: ShardStore
     gradient: torch.Tensor
     publisher: Publisher
-    step: Step
+    step: StepValues
     last_use: LastUse
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from onefold.offload.buffer import Buffer
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.instance import plain_step
-from onefold.optim.pipeline import Step, Windows
+from onefold.optim.pipeline import StepValues, Windows
 from onefold.optim.rule_states import HeldState
 from onefold.plan import Tier
 from onefold.recorder import Track, recorded
@@ -65,7 +65,7 @@ class InstanceStep:
                 "change after initialize."
             )
 
-    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> None:
         assert store.grad is not None
         store.grad.wait()
         store.take_over_writes()
@@ -97,7 +97,7 @@ class InstanceStep:
                     if low < high:
                         yield target, slice(low - start, high - start)
 
-    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit], step: StepValues) -> Iterator[list[Unit]]:
         yield from ()
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:

@@ -163,7 +163,9 @@ class MatrixExchange:
             for piece in part.route.local:
                 if piece.matrix in part.owned:
                     target(part, piece).copy_(source(part, piece))
-        wait_for_messages = self._start_exchange(list(dict.fromkeys(part.store.unit for part in self.parts)), exchanges)
+        wait_for_messages = self._start_exchange(
+            list(dict.fromkeys(part.store.unit_name for part in self.parts)), exchanges
+        )
 
         def wait() -> None:
             wait_for_messages()

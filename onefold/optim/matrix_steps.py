@@ -31,7 +31,7 @@ from onefold.optim.pipeline import (
     ElementwiseStep,
     ElementwiseUpdate,
     StateWindow,
-    Step,
+    StepValues,
     publisher_on_device,
     step_shard,
     whole_window,
@@ -85,7 +85,7 @@ class MatrixUpdate:
         store: ShardStore,
         gradient: torch.Tensor,
         update: torch.Tensor,
-        step: Step,
+        step: StepValues,
         window: StateWindow,
         start: int,
         stop: int,
@@ -113,7 +113,13 @@ class MatrixUpdate:
                         rule.prepare(scaled, states, piece.update, hyper, step.number)
 
     def finish(
-        self, part: ExchangedMatrices, step: Step, window: StateWindow, start: int, stop: int, out: torch.Tensor | None
+        self,
+        part: ExchangedMatrices,
+        step: StepValues,
+        window: StateWindow,
+        start: int,
+        stop: int,
+        out: torch.Tensor | None,
     ) -> None:
         """Run the second pass over [start, stop) of a window: update the master, and cast it into `out`."""
         store = part.store
@@ -156,11 +162,11 @@ class HostMatrices(Protocol):
     def prepared(self, store: ShardStore) -> torch.Tensor:
         """Return the update of a shard's matrices on the device, on the caller's stream."""
 
-    def start_finish(self, part: ExchangedMatrices, step: Step) -> None:
+    def start_master_update(self, part: ExchangedMatrices, step: StepValues) -> None:
         """Copy the exchanged update to the host, and start the update of the master with it."""
 
 
-_BatchInFlight = tuple[list[Unit], MatrixExchange | None, Step]
+_BatchInFlight = tuple[list[Unit], MatrixExchange | None, StepValues]
 
 
 class MatrixSteps:
@@ -215,7 +221,7 @@ class MatrixSteps:
         self._parts.clear()
         self._batches_in_flight.clear()
 
-    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> None:
         """Run the first pass of a shard. The exchange and the second pass follow with its batch."""
         if store not in self.matrices:
             self._elementwise_step.step(store, gradient, step)
@@ -230,7 +236,7 @@ class MatrixSteps:
                 step_shard(whole_window(store), prepare, Publisher())
         self._parts.append(ExchangedMatrices(store, self._route(store), update, {}))
 
-    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit], step: StepValues) -> Iterator[list[Unit]]:
         """Send the pieces of a batch, compute the matrices of the previous one, and finish the one before that.
 
         Yield the batches whose parameters are final.
@@ -272,13 +278,13 @@ class MatrixSteps:
         if exchange is not None:
             exchange.wait()
             for part in exchange.parts:
-                self._finish(part, step)
+                self._update_masters(part, step)
         return batch
 
-    def _finish(self, part: ExchangedMatrices, step: Step) -> None:
+    def _update_masters(self, part: ExchangedMatrices, step: StepValues) -> None:
         if part.store.is_offloaded:
             assert self._host is not None
-            self._host.start_finish(part, step)
+            self._host.start_master_update(part, step)
             return
         if self._computes:
             finish = partial(self._update.finish, part, step)

@@ -28,7 +28,7 @@ class Fetched:
     master: bool
 
 
-STATES, MASTERS, ALL = Fetched(True, False), Fetched(False, True), Fetched(True, True)
+STATES_ONLY, MASTERS_ONLY, EVERYTHING = Fetched(True, False), Fetched(False, True), Fetched(True, True)
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class NvmeWindows:
         self._size = min(longest, max(options.buffer_size // SHARD_ALIGNMENT, 1) * SHARD_ALIGNMENT)
         self._buffers = memory.buffers(options.buffer_count, self._size // BLOCK * per_block)
         self._ahead, self._behind = options.pipeline_read is not False, options.pipeline_write is not False
-        self._planned: deque[tuple[ShardStore, int, int, Fetched]] = deque()
+        self._queued: deque[tuple[ShardStore, int, int, Fetched]] = deque()
         self._reading: deque[_InFlight] = deque()
         self._writing: deque[_InFlight] = deque()
 
-    def plan(self, stores: Sequence[ShardStore], fetched: Fetched) -> None:
+    def queue(self, stores: Sequence[ShardStore], fetched: Fetched) -> None:
         """Append the windows of the shards on NVMe to those that `windows` will fetch, in this order."""
         for store in stores:
             if store.state_tier is Tier.NVME:
                 length = store.stop - store.start
                 starts = range(0, length, self._size)
-                self._planned.extend((store, start, min(start + self._size, length), fetched) for start in starts)
+                self._queued.extend((store, start, min(start + self._size, length), fetched) for start in starts)
 
     def windows(self, store: ShardStore) -> Iterator[StateWindow]:
-        """Iterate over the planned windows of a shard. Each is written back when the next is requested."""
+        """Iterate over the queued windows of a shard. Each is written back when the next is requested."""
         while self._next_is(store):
             while not self._reading:
                 if not self._read_next():
@@ -88,13 +88,13 @@ class NvmeWindows:
                 self._finish_write()
         # An all-gather reads the master's file if the master is the parameter shard. After the last shard of a step no
         # write may be in flight.
-        is_last = not self._planned and not self._reading
+        is_last = not self._queued and not self._reading
         while self._writing and (store.separate_model_weight is None or is_last):
             self._finish_write()
 
     def abandon(self) -> None:
-        """Wait for all transfers after an error, and drop the windows that were planned."""
-        self._planned.clear()
+        """Wait for all transfers after an error, and drop the windows that were queued."""
+        self._queued.clear()
         for each in (*self._reading, *self._writing):
             for transfer in each.transfers:
                 transfer.finish()
@@ -105,18 +105,18 @@ class NvmeWindows:
     def _next_is(self, store: ShardStore) -> bool:
         if self._reading:
             return self._reading[0].store is store
-        return bool(self._planned) and self._planned[0][0] is store
+        return bool(self._queued) and self._queued[0][0] is store
 
     def _read_next(self) -> bool:
-        """Start to read the next planned window. Return False if there is none, or no free buffer."""
+        """Start to read the next queued window. Return False if there is none, or no free buffer."""
         while self._writing and all(transfer.is_done for transfer in self._writing[0].transfers):
             self._finish_write()
-        memory = self._buffers.try_take() if self._planned else None
+        memory = self._buffers.try_take() if self._queued else None
         if memory is None:
             return False
-        store, start, stop, fetched = self._planned.popleft()
+        store, start, stop, fetched = self._queued.popleft()
         window = _window_in(memory, store, start, stop, fetched)
-        with within(store.unit):  # traces name the unit that is read, not the one that is updated at the moment
+        with within(store.unit_name):  # traces name the unit that is read, not the one that is updated at the moment
             loads = [part.start_load(place) for part, place in _files_and_memory(store, window)]
         self._reading.append(_InFlight(store, memory, window, loads))
         return True

@@ -38,14 +38,14 @@ from onefold.optim.gpu_stream import GpuStream, StreamedShard
 from onefold.optim.matrix_exchange import ExchangedMatrices
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
 from onefold.optim.matrix_steps import MatrixUpdate
-from onefold.optim.nvme_windows import ALL, MASTERS, STATES, NvmeWindows
-from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step, Windows, step_shard, whole_window
+from onefold.optim.nvme_windows import EVERYTHING, MASTERS_ONLY, STATES_ONLY, NvmeWindows
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues, Windows, step_shard, whole_window
 from onefold.plan import Plan, Tier
 from onefold.plan.traffic import is_streamed
 from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.
-TILE = 1 << 22
+SHARED_TILE = 1 << 22
 # Elements that are updated before they are published. Starting a smaller copy costs more than making it.
 CHUNK = 1 << 22
 
@@ -58,7 +58,7 @@ class OffloadedStep:
     def __init__(
         self, rules: Sequence[AnyRule], memory: OffloadMemory, stores: Sequence[ShardStore], plan: Plan
     ) -> None:
-        size = TILE if torch.get_num_threads() > 2 else None
+        size = SHARED_TILE if torch.get_num_threads() > 2 else None
         self._elementwise = ElementwiseUpdate(rules, size)
         self._matrices = MatrixUpdate(rules, size) if any(isinstance(rule, MatrixRule) for rule in rules) else None
         # The updates of whole matrices that the host computed from gradients, in the memory of these.
@@ -71,7 +71,7 @@ class OffloadedStep:
         self.make_nvme_windows()
         self._failed: BaseException | None = None
         self._delays = plan.delays_host
-        self._late: list[tuple[ShardStore, Future[CopyEvent]]] = []
+        self._delayed: list[tuple[ShardStore, Future[CopyEvent]]] = []
         # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
         self._tasks: list[Future[CopyEvent]] = []
 
@@ -80,26 +80,26 @@ class OffloadedStep:
         self._nvme = NvmeWindows(self._memory, self._on_nvme) if self._on_nvme else None
 
     @property
-    def is_late(self) -> bool:
+    def has_delayed_step(self) -> bool:
         """Whether a delayed step has not been collected."""
-        return bool(self._late)
+        return bool(self._delayed)
 
     def collect(self) -> None:
         """Start using the parameters that a delayed step has computed."""
-        self.refuse_late_writes()
+        self.refuse_writes_to_delayed()
         arrivals = []
-        for store, task in self._late:
+        for store, task in self._delayed:
             task.result()
             arrivals.append(store.sync_model_weight_from_master())
         for arrival in arrivals:
             arrival.synchronize()
-        self._late.clear()
+        self._delayed.clear()
 
-    def refuse_late_writes(self) -> None:
+    def refuse_writes_to_delayed(self) -> None:
         """Raise if a parameter was written in place while a delayed step computes its next value."""
-        written = ShardStore.written([store for store, _ in self._late])
+        written = ShardStore.written([store for store, _ in self._delayed])
         if written:
-            names = ", ".join(sorted({store.unit for store in written}))
+            names = ", ".join(sorted({store.unit_name for store in written}))
             raise RuntimeError(
                 f"parameters of {names} were written in place after a step with onefold.delayed_host_step, but the "
                 "result of that step is applied later and would replace them. Write inside zero.GatheredParameters, "
@@ -121,7 +121,7 @@ class OffloadedStep:
 
     # -- starting a step ----------------------------------------------------------------------------------------
 
-    def start(self, stores: Sequence[ShardStore], step: Step) -> None:
+    def start(self, stores: Sequence[ShardStore], step: StepValues) -> None:
         """Start the step for `stores`, in order.
 
         Shards assigned to the host run on its thread; shards assigned to the GPU are streamed through it at the same
@@ -135,7 +135,7 @@ class OffloadedStep:
         last_use = self._memory.bus.now()
         if self._nvme is not None:
             for store in stores:
-                self._nvme.plan([store], STATES if store.spec.state_spec.as_matrices else ALL)
+                self._nvme.queue([store], STATES_ONLY if store.spec.state_spec.as_matrices else EVERYTHING)
         streamed: dict[ShardStore, _StreamTask] = {}
         try:
             for store in stores:
@@ -151,7 +151,7 @@ class OffloadedStep:
                     task = self._submit("host step", store, self._step, store, gradient, step, last_use)
                 tasks.append(task)
                 if self._delays:
-                    self._late.append((store, task))
+                    self._delayed.append((store, task))
                     _gradient_of(store).swap()
                 else:
                     store.start_step(task)
@@ -172,7 +172,7 @@ class OffloadedStep:
             if self._failed is not None:
                 raise self._failed.with_traceback(None)
             try:
-                with recorded(Track.STEP, what, store.unit, numel=store.stop - store.start, by_host=True):
+                with recorded(Track.STEP, what, store.unit_name, numel=store.stop - store.start, by_host=True):
                     return work(*given)
             except BaseException as error:
                 self._failed = error
@@ -183,7 +183,7 @@ class OffloadedStep:
     # -- on the host thread -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step(self, store: ShardStore, gradient: torch.Tensor, step: Step, last_use: LastUse) -> CopyEvent:
+    def _step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues, last_use: LastUse) -> CopyEvent:
         publisher = self._publisher(store, gradient, last_use)
         if self._is_streamed(store):
             assert self._stream_of_nvme is not None
@@ -211,7 +211,7 @@ class OffloadedStep:
     def rewriting(self, stores: Sequence[ShardStore]) -> Iterator[Windows]:
         """Yield a function that returns the windows of each of these shards, in order, to be changed by the caller."""
         if self._nvme is not None:
-            self._nvme.plan(stores, ALL)
+            self._nvme.queue(stores, EVERYTHING)
         try:
             yield self._windows
         except BaseException:
@@ -225,13 +225,13 @@ class OffloadedStep:
         return self._stream is not None and is_streamed(self._plan, store.spec)
 
     @torch.no_grad()
-    def _stream_all(self, tasks: Mapping[ShardStore, _StreamTask], step: Step, last_use: LastUse) -> None:
+    def _stream_all(self, tasks: Mapping[ShardStore, _StreamTask], step: StepValues, last_use: LastUse) -> None:
         assert self._stream is not None
         try:
             for store, (gradient, task) in tasks.items():
                 if self._failed is not None:
                     raise self._failed.with_traceback(None)
-                with recorded(Track.STEP, "device step", store.unit, numel=store.stop - store.start, by_host=True):
+                with recorded(Track.STEP, "device step", store.unit_name, numel=store.stop - store.start, by_host=True):
                     publisher = self._publisher(store, gradient, last_use)
                     shard = StreamedShard(store, gradient, publisher, step, last_use)
                     for window in whole_window(store):
@@ -246,7 +246,7 @@ class OffloadedStep:
     # -- whole matrices: two passes of the pipeline, with an exchange between ranks in between --------------------
 
     @torch.no_grad()
-    def _prepare(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> torch.Tensor:
+    def _prepare(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> torch.Tensor:
         """Update the states with the gradient, and return the update of the matrices, in the gradient's memory."""
         assert self._matrices is not None
         _gradient_of(store).wait()
@@ -263,19 +263,19 @@ class OffloadedStep:
         self._memory.bus.up(on_host, update).wait_on_stream()
         return update
 
-    def start_finish(self, part: ExchangedMatrices, step: Step) -> None:
+    def start_master_update(self, part: ExchangedMatrices, step: StepValues) -> None:
         """Copy the exchanged update to the host, and start the update of the master with it."""
         store = part.store
         on_host = self._prepared.pop(store).result()
         arrival = self._memory.bus.down(part.update, on_host)
         last_use = self._memory.bus.now()
-        task = self._submit("host step", store, self._finish, part, on_host, arrival, step, last_use)
+        task = self._submit("host step", store, self._update_masters, part, on_host, arrival, step, last_use)
         self._tasks.append(task)
         store.start_step(task)
 
     @torch.no_grad()
-    def _finish(
-        self, part: ExchangedMatrices, on_host: torch.Tensor, arrival: CopyEvent, step: Step, last_use: LastUse
+    def _update_masters(
+        self, part: ExchangedMatrices, on_host: torch.Tensor, arrival: CopyEvent, step: StepValues, last_use: LastUse
     ) -> CopyEvent:
         assert self._matrices is not None
         arrival.synchronize()
@@ -284,7 +284,7 @@ class OffloadedStep:
         # Weights on their way to NVMe overwrite the update that they were computed from, which has the same size.
         publisher = store.publisher(on_host, last_use)
         if self._nvme is not None:
-            self._nvme.plan([store], MASTERS)
+            self._nvme.queue([store], MASTERS_ONLY)
         update = partial(self._matrices.finish, replace(part, update=on_host), step)
         return store.set_last_read(step_shard(self._windows(store), update, publisher, CHUNK))
 

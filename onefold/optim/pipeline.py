@@ -46,7 +46,7 @@ TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
-class Step:
+class StepValues:
     """The values that all tiles of a step share. `groups` are the hyperparameters at the time `step` was called."""
 
     number: int
@@ -139,7 +139,7 @@ class ElementwiseUpdate:
         self,
         shard: Steppable,
         gradient: torch.Tensor,
-        step: Step,
+        step: StepValues,
         window: StateWindow,
         start: int,
         stop: int,
@@ -219,12 +219,12 @@ class ElementwiseStep:
     def __init__(self, rules: Sequence[AnyRule]) -> None:
         self._elementwise = ElementwiseUpdate(rules)
 
-    def step(self, store: ShardStore, gradient: torch.Tensor, step: Step) -> None:
+    def step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> None:
         """Step a shard whose state is on the device."""
         update = partial(self._elementwise.update, store, gradient, step)
         step_shard(whole_window(store), update, publisher_on_device(store))
 
-    def end_batch(self, batch: list[Unit], step: Step) -> Iterator[list[Unit]]:
+    def end_batch(self, batch: list[Unit], step: StepValues) -> Iterator[list[Unit]]:
         """Yield the batches whose parameters are final, after all shards of a batch were passed to `step`."""
         yield batch
 

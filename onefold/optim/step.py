@@ -24,7 +24,7 @@ from onefold.optim.matrix_rules import MatrixRule, names_of_states
 from onefold.optim.matrix_steps import MatrixSteps
 from onefold.optim.norm import GroupDigest, compare_written_groups, synchronize_call
 from onefold.optim.offloaded_step import OffloadedStep
-from onefold.optim.pipeline import ElementwiseStep, Step, whole_window
+from onefold.optim.pipeline import ElementwiseStep, StepValues, whole_window
 from onefold.optim.rule_states import RuleStates
 from onefold.optim.rules import Hyper
 from onefold.plan import Plan, Tier
@@ -157,7 +157,7 @@ class ShardedStep:
             self._host.collect()
             for store in ShardStore.written(self.stores):
                 store.take_over_writes()
-        step = Step(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))
+        step = StepValues(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))
         for store in self.stores:
             store.begin_step()
         if self._instance_rule is not None:
@@ -169,7 +169,7 @@ class ShardedStep:
         for batch, gradients in schedule.gradients_to_step():
             for store, gradient in gradients.items():
                 if self._is_stepped_by_main_thread(store):
-                    with recorded(Track.STEP, "step", store.unit, numel=store.stop - store.start):
+                    with recorded(Track.STEP, "step", store.unit_name, numel=store.stop - store.start):
                         self._main_step.step(store, gradient, step)
             for done in self._main_step.end_batch(batch, step):
                 schedule.gather_updated(done)
@@ -336,8 +336,8 @@ class ShardedStep:
         Every reader of master weights outside a step calls this or `master_of`. Any thread may call it.
         """
         self.wait_for_host()
-        if self._host is not None and self._host.is_late:
-            self._host.refuse_late_writes()
+        if self._host is not None and self._host.has_delayed_step:
+            self._host.refuse_writes_to_delayed()
             return
         for store in self.stores if stores is None else stores:
             store.take_over_writes()
@@ -346,7 +346,7 @@ class ShardedStep:
 
     def flush(self) -> None:
         """Start using the parameters that a delayed step has computed. All ranks call this together."""
-        if self._host is not None and self._host.is_late:
+        if self._host is not None and self._host.has_delayed_step:
             self._schedule.wait_for_step()
             self._host.collect()
             self._gather_all()

@@ -48,14 +48,14 @@ class BufferSpec:
     """The name of the buffer whose memory this one uses. None: it has its own."""
 
     @property
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of the values."""
         return self.numel * self.dtype.itemsize
 
     @property
-    def nbytes(self) -> int:
+    def own_bytes(self) -> int:
         """Bytes of memory that this buffer adds."""
-        return 0 if self.alias_of is not None else self.size
+        return 0 if self.alias_of is not None else self.num_bytes
 
     @property
     def is_stepped(self) -> bool:
@@ -98,7 +98,7 @@ class StateSpec:
     by_own_class: bool = False
     """A user-defined optimizer class performs the step."""
     formats: tuple[StateFormat | None, ...] = ()
-    """The format of each state ([Note: formats of states]); None is the dtype of the master. Empty: all are None."""
+    """The format of each state ([Note: state formats]); None is the dtype of the master. Empty: all are None."""
     master: StateFormat | None = None
     """The format of the master. None is fp32, or fp64 for fp64 parameters."""
 
@@ -206,7 +206,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Return whether a flat parameter stays unsharded between uses.
+    """Return whether a flat parameter is never resharded.
 
     This is the case if the plan replicates parameters, if it is persistent, or if sharding would save no memory.
     """

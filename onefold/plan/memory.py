@@ -35,13 +35,13 @@ def count_bytes(specs: Iterable[FlatParamSpec], plan: Plan, tier: Tier = Tier.DE
     buffers = [buffer for spec in specs for buffer in spec.buffers(plan) if buffer.tier is tier]
     held: Counter[BufferKind] = Counter()
     for buffer in buffers:
-        held[buffer.kind] += buffer.nbytes
+        held[buffer.kind] += buffer.own_bytes
     return ModelBytes(
         parameters=held[BufferKind.PARAMETER],
         gradients=held[BufferKind.GRADIENT],
         masters=held[BufferKind.MASTER],
         states=held[BufferKind.STATE],
-        largest_slot=max((buffer.size for buffer in buffers if buffer.kind is BufferKind.SLOT), default=0),
+        largest_slot=max((buffer.num_bytes for buffer in buffers if buffer.kind is BufferKind.SLOT), default=0),
     )
 
 
@@ -114,7 +114,7 @@ def _sum_by_key(found: PoolBuffers) -> Counter[Hashable]:
 def _slots(spec: FlatParamSpec, plan: Plan) -> PoolBuffers:
     for buffer in spec.buffers(plan):
         if buffer.kind is BufferKind.SLOT:
-            yield (buffer.numel, buffer.dtype, spec.layout.shape_key), buffer.size
+            yield (buffer.numel, buffer.dtype, spec.layout.shape_key), buffer.num_bytes
 
 
 def _inboxes(spec: FlatParamSpec, plan: Plan) -> PoolBuffers:

@@ -60,7 +60,7 @@ class Program:
     launches: tuple[Launch, ...]
     launched_at: tuple[int, ...]
     """The number of launches that precede the use at each event."""
-    stays_unsharded: tuple[bool, ...]
+    keeps_unsharded: tuple[bool, ...]
     """Whether the unit stays unsharded after its use at each event."""
     positions: Mapping[Event, Sequence[int]]
     """The positions of each event in `events`."""

@@ -102,7 +102,7 @@ def _copies(
     # With secondary shards only the first all-gather of a step reads the offloaded shard. Secondary shards of frozen
     # parameters remain valid.
     gathers = int(spec.trainable) if plan.node_shard_size > 1 else 2 * num_micro_steps
-    yield parameter.tier, Tier.DEVICE, gathers * parameter.size
+    yield parameter.tier, Tier.DEVICE, gathers * parameter.num_bytes
     if not spec.trainable or not spec.residency.offloads_states:
         return
     gradient, weight = first[REDUCED_GRADIENT], first[MASTER]
@@ -118,24 +118,24 @@ def _copies(
         yield Tier.DEVICE, Tier.HOST, gradient.numel * MATRIX_ITEMSIZE
     # The step: the gradient, the master and the states are copied to the processor, the latter two also back.
     processor = Tier.DEVICE if device_casts and is_streamed(plan, spec) else Tier.HOST
-    stepped = sum(buffer.size for buffer in buffers if buffer.is_stepped)
-    yield gradient.tier, processor, gradient.size
+    stepped = sum(buffer.num_bytes for buffer in buffers if buffer.is_stepped)
+    yield gradient.tier, processor, gradient.num_bytes
     yield states, processor, stepped
     yield processor, states, stepped
     if plan.delays_host:  # masters that a delayed step updated are read again when they are used
-        yield states, Tier.HOST, weight.size
+        yield states, Tier.HOST, weight.num_bytes
     if weight.alias_of is not None:
         return
     # The new weights are copied to the parameter. A delayed step, and a user-defined optimizer that steps all shards at
     # once, cast them on the host.
     host_casts = plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
     if parameter.tier is Tier.DEVICE:
-        yield processor, Tier.DEVICE, weight.size
+        yield processor, Tier.DEVICE, weight.num_bytes
     elif parameter.tier is Tier.NVME:
-        yield Tier.HOST, Tier.NVME, parameter.size
+        yield Tier.HOST, Tier.NVME, parameter.num_bytes
     elif processor is Tier.DEVICE:
-        yield Tier.DEVICE, Tier.HOST, parameter.size
+        yield Tier.DEVICE, Tier.HOST, parameter.num_bytes
     elif device_casts and states is Tier.HOST and spec.state_spec.master is None and not host_casts:
         # The first all-gather copies the master instead of the parameter, and returns the cast parameter.
-        yield Tier.HOST, Tier.DEVICE, weight.size - parameter.size
-        yield Tier.DEVICE, Tier.HOST, parameter.size
+        yield Tier.HOST, Tier.DEVICE, weight.num_bytes - parameter.num_bytes
+        yield Tier.DEVICE, Tier.HOST, parameter.num_bytes

@@ -134,7 +134,7 @@ class FlatGrad:
         """Hand the finished sum to the gradient shard, which returns the slot to the pool or keeps it."""
         assert self.slot is not None
         slot, self.slot = self.slot, None
-        self.shard.finish(slot, pool, self.layout.shape_key)
+        self.shard.accept(slot, pool, self.layout.shape_key)
 
     @property
     def reduced(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 They hold the schedule weakly, so that a model does not keep its engine alive.
 
-[Note: where a backward begins and ends]
+[Note: where a bare backward begins and ends]
 `engine.backward` begins and ends its backward itself. A bare `loss.backward()` begins when its first gradient is
 produced (`autograd.grad` produces none on parameters, and is ignored) and ends in a callback of autograd. The
 callback is queued when a gradient reaches an output of the outermost module, so that it belongs to the outermost

@@ -166,7 +166,7 @@ class Order:
 
     def keeps(self, event: int | None) -> bool:
         """Return whether a unit stays unsharded after its use at an event."""
-        return self.open and self.program is not None and event is not None and self.program.stays_unsharded[event]
+        return self.open and self.program is not None and event is not None and self.program.keeps_unsharded[event]
 
     def all_have_cached(self, unit: int, *, is_cached: bool) -> bool:
         """Return whether all ranks have the unit's values cached. All ranks request the same unit, outside any pass."""
@@ -219,7 +219,7 @@ class Order:
             phase, index = program.events[position]
             if phase is not PassPhase.REDUCE:
                 self._launch_until(program, program.launched_at[position])
-                if not program.stays_unsharded[position]:
+                if not program.keeps_unsharded[position]:
                     self.units[index].wait_for_unshard()
                     self.units[index].reshard_unused()
         at = program.launched_at[event] if event < len(program.events) else len(program.launches)

@@ -244,7 +244,7 @@ class Schedule:
         """Wait for everything that a step has left in flight."""
         self.in_flight.finish_updates()
         for unit in self.sharded_units:
-            for param in unit.offloaded_params:
+            for param in unit.params_with_offloaded_states:
                 param.store.finish_step()
 
     def abandon_step(self) -> None:

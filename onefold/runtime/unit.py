@@ -6,9 +6,9 @@ requests its all-gather, and the order launches those before it first. `InFlight
 
 [Note: when a unit may be resharded]
 After its forward, unless the recorded order keeps it unsharded. In backward, when no operation will read it any more:
-when the producer of an input of every call in backward is about to run (autograd runs later nodes first, so that all
-nodes of the call have run), or, for a call without inputs that need gradients, when all its gradients have been
-received. Units that are still unsharded when backward ends are resharded then.
+when, for every call whose backward has begun, autograd is about to run a node that produced one of its inputs (autograd
+runs later nodes first, so that all nodes of the call have run). A call without inputs that need gradients ends when all
+its gradients have been received. Units that are still unsharded when backward ends are resharded then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Unit:
         self.trained_params = [param for param in params if param.trainable]
         self.sharded_params = [param for param in params if not param.stays_unsharded]
         # Sharded ones that other threads step: an all-gather waits for them.
-        self.offloaded_params = [param for param in self.sharded_params if param.store.is_offloaded]
+        self.params_with_offloaded_states = [param for param in self.sharded_params if param.store.is_offloaded]
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
         self.updated_params = [param for param in self.trained_params if param.stays_unsharded]
         self.index = index
@@ -62,7 +62,7 @@ class Unit:
         self.num_sharded_elements = sum(param.layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
-            param.store.unit = self.name
+            param.store.unit_name = self.name
         self._context: weakref.ref[UnitContext] | None = None  # weak, because the engine owns it
 
     @property
@@ -89,7 +89,7 @@ class Unit:
         if inside_transform():
             self.keep_for_pass()  # its backward runs on nodes of wrapped tensors, which have no hooks
             return
-        # A call that is recomputed by a checkpoint which kept its graph was counted, and its end has a hook.
+        # A recomputed call whose first graph was kept is already counted, and its end has a hook.
         if torch.is_grad_enabled() and not (recompute and uses.calls > uses.ended):
             call = self.begin_call()
             inputs, has_end = hook_end(while_alive(Unit.post_backward, weakref.ref(self), [call]), arguments)
@@ -114,7 +114,7 @@ class Unit:
     def begin_use(self, *, recompute: bool) -> None:
         """Unshard for a call or an operation. `recompute`: inside a backward, for activation checkpointing."""
         context = self.context
-        if context.offloaded:
+        if context.moved_kinds:
             context.check_present()
         self.uses.forwards += 1
         context.depth += 1
@@ -222,7 +222,7 @@ class Unit:
         for unit in units:
             if plan.node_shard_size > 1:
                 unit.wait_for_unshard()  # it may be filling the secondary shard
-            for param in unit.offloaded_params:
+            for param in unit.params_with_offloaded_states:
                 param.store.finish_step()
         started: list[Unit] = []
 

@@ -114,7 +114,7 @@ class UnitContext:
         # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.
         self.cached: PassMember | None = None
         # Kinds of state that `offload_states` has moved off the device, by name.
-        self.offloaded: frozenset[str] = frozenset()
+        self.moved_kinds: frozenset[str] = frozenset()
         # Reloads them, if a program has moved them by hand and does not call `reload_states`.
         self.wake: Callable[[], object] | None = None
 
@@ -125,11 +125,11 @@ class UnitContext:
 
     def check_present(self) -> None:
         """Raise if the model weights are off the device."""
-        self._check_reloaded(self.offloaded & {"lp_params"})
+        self._check_reloaded(self.moved_kinds & {"lp_params"})
 
     def check_awake(self) -> None:
         """Raise if any kind of state is off the device."""
-        self._check_reloaded(self.offloaded)
+        self._check_reloaded(self.moved_kinds)
 
     def _check_reloaded(self, missing: frozenset[str]) -> None:
         if missing and self.wake is not None:

@@ -95,7 +95,7 @@ def steps_by_the_optimizer(stage: int) -> list[Any]:
     try:
         optimizer.step()
     except RuntimeError as error:
-        found.append("gone" in str(error))
+        found.append("closed" in str(error))
     return found
 
 

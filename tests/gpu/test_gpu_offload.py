@@ -16,7 +16,7 @@ from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
 from onefold.offload.param_shard import HostShard, Publisher
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
-from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
 from onefold.optim.rules import AdamRule
 from onefold.plan import Tier
 from onefold.tools.bench.offload_bench import OneGroup
@@ -263,7 +263,7 @@ def longer_shard() -> bool:
     """A shard that needs more memory than the last, whose step the device has not begun."""
     bus, sizes = Bus(torch.device("cuda"), lambda way, num_bytes: None), (1 << 20, (1 << 23) + 2048, 0, 1 << 12)
     hyper = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    step, passing, windows, told = Step(1, 0.5, [hyper]), GpuStream([AdamRule()], bus), [], []
+    step, passing, windows, told = StepValues(1, 0.5, [hyper]), GpuStream([AdamRule()], bus), [], []
     for size in sizes:
         master, gradient = torch.randn(size).pin_memory(), torch.randn(size).pin_memory()
         states = {name: Buffer.of(torch.zeros(size).pin_memory()) for name in ("exp_avg", "exp_avg_sq")}

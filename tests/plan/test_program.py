@@ -100,7 +100,7 @@ def whole_at(one: Pass, program: Program) -> Iterator[tuple[int, set[int], set[i
             continue
         ahead.discard(unit)
         yield place, set(whole), set(ahead)
-        if not program.stays_unsharded[place] and unit not in one.enclosing:
+        if not program.keeps_unsharded[place] and unit not in one.enclosing:
             whole.discard(unit)
 
 
@@ -132,11 +132,11 @@ def test_every_use_is_gathered_once_unless_the_one_before_kept_it():
             before = last.get(unit)
             first = 0 if before is None else program.launched_at[before]
             found = gathers_between(program, unit, first, program.launched_at[place])
-            expected = 0 if before is not None and program.stays_unsharded[before] else 1
+            expected = 0 if before is not None and program.keeps_unsharded[before] else 1
             assert len(found) == expected, (one, place)
             last[unit] = place
         total = sum(len(launch.units) for launch in program.launches if launch.gathers)
-        kept = sum(program.stays_unsharded[place] for place, _ in uses_of(one))
+        kept = sum(program.keeps_unsharded[place] for place, _ in uses_of(one))
         assert total == len(list(uses_of(one))) - kept
 
 
@@ -150,7 +150,7 @@ def test_a_unit_is_never_gathered_while_it_is_still_whole():
                 if launch.gathers and not one.enclosing & set(launch.units):
                     assert not whole & set(launch.units), (one, place)
                     whole |= set(launch.units)
-            if phase is not R and not program.stays_unsharded[place]:
+            if phase is not R and not program.keeps_unsharded[place]:
                 whole.discard(unit)
 
 
@@ -162,7 +162,7 @@ def test_gathers_come_in_the_order_of_use():
         for place, unit in uses_of(one):
             if unit not in kept:
                 needed.append(unit)
-            kept = kept | {unit} if program.stays_unsharded[place] else kept - {unit}
+            kept = kept | {unit} if program.keeps_unsharded[place] else kept - {unit}
         assert [unit for launch in program.launches if launch.gathers for unit in launch.units] == needed
 
 
@@ -263,7 +263,7 @@ def test_what_is_kept_stays_within_the_live_limit():
         program = one.compile()
         kept: set[int] = set()
         for place, unit in uses_of(one):
-            kept = kept | {unit} if program.stays_unsharded[place] else kept - {unit}
+            kept = kept | {unit} if program.keeps_unsharded[place] else kept - {unit}
             assert sum(one.gathered[unit] for unit in kept) <= one.limits.unsharded, (one, place)
 
 
@@ -291,7 +291,7 @@ def test_nothing_is_kept_beyond_the_reuse_distance_nor_without_a_next_use():
     for one in random_passes():
         program = one.compile()
         for place, _ in uses_of(one):
-            if program.stays_unsharded[place]:
+            if program.keeps_unsharded[place]:
                 again = next_use(one, place)
                 assert again is not None
                 assert distance(one, place, again) <= one.limits.reuse
@@ -305,7 +305,7 @@ def test_whatever_is_used_again_within_the_reuse_distance_is_kept_if_it_fits():
         for place, _ in uses_of(one):
             again = next_use(one, place)
             if again is not None and distance(one, place, again) < one.limits.reuse:
-                assert program.stays_unsharded[place], (one, place)
+                assert program.keeps_unsharded[place], (one, place)
                 kept += 1
     assert kept > 100
 

@@ -28,8 +28,8 @@ from onefold.offload.bus import Bus
 from onefold.offload.host_memory import PAGE, available_bytes, page_aligned
 from onefold.offload.nvme import SwapFiles
 from onefold.offload.state_codec import Dither
-from onefold.optim.offloaded_step import TILE
-from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, Step
+from onefold.optim.offloaded_step import SHARED_TILE
+from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
 from onefold.optim.rules import AdamRule
 from onefold.plan import (
     FlatParamSpec,
@@ -181,9 +181,9 @@ def measure_adam(num_bytes: int) -> float:
     gradient = _memory(numel * 2).view(torch.bfloat16).fill_(1e-3)
     states = {name: Buffer.of(moment) for name, moment in zip(names, moments, strict=True)}
     window = StateWindow(0, numel, Buffer.of(master), states)
-    elementwise = ElementwiseUpdate([rule], TILE if torch.get_num_threads() > 2 else None)
+    elementwise = ElementwiseUpdate([rule], SHARED_TILE if torch.get_num_threads() > 2 else None)
     # The gradient is scaled, as with clipping or a loss scale.
-    step = Step(number=1, coefficient=0.5, groups=[hyper])
+    step = StepValues(number=1, coefficient=0.5, groups=[hyper])
     with torch.no_grad():
         return _best(lambda: elementwise.update(OneGroup(), gradient, step, window, 0, numel, None), numel)
 

@@ -18,7 +18,7 @@ from onefold.comm.nodes import Nodes
 from onefold.config import Config, solve_batch
 from onefold.engine import Engine
 from onefold.optim.choose import choose
-from onefold.optim.pipeline import TILE, Step, num_tiles
+from onefold.optim.pipeline import TILE, StepValues, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
 from onefold.report.describe import planned_buffers
 from onefold.tools.estimate.caching_allocator import CachingAllocator
@@ -30,7 +30,7 @@ LossOf = Callable[[Callable[..., Any]], torch.Tensor]
 
 META = torch.device("meta")
 # The arguments of a step that computes nothing.
-_NO_STEP = Step(0, 1.0, ())
+_NO_STEP = StepValues(0, 1.0, ())
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from onefold.comm.mesh import ACROSS
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, ConfigError, load_config
+from onefold.offload.grad_offload import CHUNK as SUM_CHUNK
+from onefold.offload.grad_offload import CHUNKS_IN_FLIGHT as SUMS_IN_FLIGHT
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
@@ -249,7 +251,7 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
     on_device = plan.gradients.tier is Tier.DEVICE
     # Offloaded gradients are on the device only until they are copied to the host.
     flat, reduced = (
-        max((buffer.size for spec in specs for buffer in spec.buffers(plan) if buffer.name == name), default=0)
+        max((buffer.num_bytes for spec in specs for buffer in spec.buffers(plan) if buffer.name == name), default=0)
         for name in (FLAT_GRADIENT, REDUCED_GRADIENT)
     )
     # On one rank without accumulation the gradient needs no separate sum.
@@ -283,17 +285,20 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
 
 
 def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec]) -> int:
-    """Return the device memory for chunks of offloaded states that are streamed through the GPU.
+    """Return the device memory for chunks of offloaded states and gradient sums that are streamed through the GPU.
 
     States from the host and states from NVMe have separate chunks.
     """
     largest = {Tier.HOST: 0, Tier.NVME: 0}
+    sums = 0
     for spec in specs:
         if _is_streamed(machine, plan, spec):
             of_step = [each for each in spec.buffers(plan) if each.is_stepped or each.name == REDUCED_GRADIENT]
-            needed, tier = sum(buffer.size for buffer in of_step), spec.residency.states
+            needed, tier = sum(buffer.num_bytes for buffer in of_step), spec.residency.states
             largest[tier] = max(largest[tier], needed)
-    return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values())
+        if plan.accumulates and spec.trainable and spec.residency.offloads_states and not machine.is_cpu:
+            sums = max(sums, min(spec.layout.shard_size, SUM_CHUNK) * 4)
+    return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values()) + SUMS_IN_FLIGHT * sums
 
 
 def _is_streamed(machine: Machine, plan: Plan, spec: FlatParamSpec) -> bool:
@@ -333,7 +338,7 @@ def _times(
     for spec in specs:
         of_step = [buffer for buffer in spec.buffers(plan) if buffer.is_stepped]
         if _is_streamed(machine, plan, spec):
-            through[spec.residency.states] += sum(buffer.size for buffer in of_step)
+            through[spec.residency.states] += sum(buffer.num_bytes for buffer in of_step)
         elif spec.trainable:
             slower = _QUANTIZED_SLOWDOWN if spec.state_spec.formats and spec.residency.offloads_states else 1
             stepped[spec.residency.offloads_states] += slower * of_step[0].numel
