@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent
 SECOND = (
     "bench",
     "cli",
+    "compat",
     "config",
     "docs",
     "engine",

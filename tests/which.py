@@ -61,7 +61,6 @@ ELSEWHERE = {
     "log.py": "engine/engine train/train",
     "offload/activation_offload.py": "runtime/checkpointing",
     "offload/buffer.py": "optim/states checkpoint/checkpoints",
-    "offload/grad_offload.py": "offload/device_pass offload/offload",
     "offload/grad_shard.py": "runtime/exactness runtime/regressions",
     "offload/shard_store.py": "runtime/held_parameters checkpoint/checkpoints",
     "offload/state_codec.py": "optim/states",

@@ -111,7 +111,7 @@ def test_launches_form_one_line():
     for one in random_passes():
         program = one.compile()
         assert program.events == tuple(one.events)
-        assert len(program.launched_at) == len(program.stays_unsharded) == len(one.events)
+        assert len(program.launched_at) == len(program.keeps_unsharded) == len(one.events)
         assert all(before <= after for before, after in pairwise(program.launched_at))
         # No launch is left for after the last event.
         assert (program.launched_at[-1] if one.events else 0) == len(program.launches)
@@ -215,7 +215,7 @@ def test_with_all_limits_zero_each_use_gathers_and_nothing_is_kept():
     for one in random_passes():
         one.limits = Limits(0, 0, 0)
         program = one.compile()
-        assert not any(program.stays_unsharded)
+        assert not any(program.keeps_unsharded)
         for place, unit in uses_of(one):
             found = [program.launches[number] for number in launches_at(program, place)]
             assert [launch.units for launch in found if launch.gathers] == [(unit,)], (one, place)
@@ -313,7 +313,7 @@ def test_whatever_is_used_again_within_the_reuse_distance_is_kept_if_it_fits():
 def test_only_the_turn_of_the_pass_is_near():
     """Forward 0 1 2 3, backward 3 2 1 0: between the two uses of unit k lie the two uses of every later one."""
     one = straight([100] * 4, Limits(unsharded=PLENTY, reuse=201))
-    assert [unit for place, unit in uses_of(one) if one.compile().stays_unsharded[place]] == [2, 3]
+    assert [unit for place, unit in uses_of(one) if one.compile().keeps_unsharded[place]] == [2, 3]
 
 
 def test_limits_never_change_what_is_reduced():
