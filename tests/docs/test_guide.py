@@ -174,7 +174,7 @@ def test_a_row_of_those_with_activations(tmp_path):
     (found,) = forecast(question, [Setting("stage 2", {"stage": 2, "overlap_comm": True})], finds_batch=False)
     shown = dict(zip(heads, row, strict=False))
     assert shown["activations"] == f"{found.device.activations / GB:.1f}"
-    assert shown["GPU"] == f"{found.device.total / GB:.1f}"
+    assert shown["total"] == f"{found.device.total / GB:.1f}"
 
 
 def test_the_table_of_decisions_is_what_the_commands_say(tmp_path):
