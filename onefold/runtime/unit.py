@@ -305,7 +305,7 @@ class Unit:
             raise sharded_error(written, "a write in place inside a forward or backward")
 
     def reshard(self, *, drop: bool = False) -> None:
-        """Free the unsharded parameters. `drop`: also drop their storage, because no graph refers to it."""
+        """Free the unsharded parameters. With `drop`, replace their storage (`FlatParam.free_unsharded`)."""
         assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
         assert not self.num_gathers_in_flight, self.name
         if self.sharded_params:
