@@ -989,7 +989,7 @@ MUTATIONS = [
     Mutation(
         "states-weight-counted-twice",
         "onefold/plan/buffers.py",
-        "alias = PARAMETER if is_weight and (self.master_is_shard or self.weight_is_master) else None",
+        "alias = PARAMETER if is_weight and (self.master_is_shard or self.weight_is_part_of_master) else None",
         "alias = PARAMETER if is_weight and self.master_is_shard else None",
         "test_states.py -k bytes_a_parameter",
     ),

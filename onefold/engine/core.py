@@ -39,7 +39,7 @@ from onefold.runtime.torch_internals import cast_floats
 
 # A model has one live engine: a second `initialize` on it closes the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-# The first pass is recorded and pools fill in the second. Memory that only these needed is freed after them.
+# The first pass records the order of collectives, and the second fills the pools. What else they allocated is freed.
 _STEPS_TO_SETTLE = 2
 
 

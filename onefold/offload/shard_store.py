@@ -8,8 +8,8 @@
 
 Nothing is stored twice. The master is the parameter shard itself where that is possible
 (`FlatParamSpec.master_is_shard`), or this rank's range of an unsharded fp32 flat parameter. The bf16 part of a split
-master in the same tier is the model weight (`FlatParamSpec.weight_is_master`). Otherwise the master is a separate
-tensor, and a step copies it into the model weight (`sync_model_weight_from_master`).
+master in the same tier is the model weight (`FlatParamSpec.weight_is_part_of_master`). Otherwise the master is a
+separate tensor, and a step copies it into the model weight (`sync_model_weight_from_master`).
 
 Each buffer is stored in the tier that the plan's `Residency` names. Offloaded shards are stepped by other threads;
 `finish_step` waits for them.
@@ -60,13 +60,13 @@ class ShardStore:
         # The range of the flat parameter that this rank steps.
         self.start, self.stop = spec.layout.shard_range(rank) if plan.shards_states else (0, spec.layout.total)
         self._plan, self._memory, self._rank = plan, memory, rank
-        # The last host-to-device copy that reads the master.
-        self._sent: CopyEvent = COMPLETE
+        # Completes when the last host-to-device copy has read the master, which may then be overwritten.
+        self._master_free: CopyEvent = COMPLETE
         self._master: Buffer | None = None
         # The model weight of an unsharded flat parameter, if it is a separate tensor.
         self.model_weight: torch.Tensor | None = None
         self._step_task: Future[CopyEvent] | None = None
-        # Of the model weight after the last step, if it cannot be compared with the master.
+        # The fingerprint of the model weight after the last step, if it cannot be compared with the master.
         self._fingerprint: torch.Tensor | None = None
 
     @property
@@ -112,7 +112,7 @@ class ShardStore:
         if self.param is None:
             return Buffer.of(self.model_weight) if self.model_weight is not None else None
         is_master = self._master is not None and self.param.values is self._master.parts[0]
-        return None if self.spec.weight_is_master or is_master else self.param.buffer
+        return None if self.spec.weight_is_part_of_master or is_master else self.param.buffer
 
     def make_master(self, unsharded: torch.Tensor) -> None:
         """Create the master weight. `unsharded` is the flat parameter, for one that stays unsharded."""
@@ -168,15 +168,15 @@ class ShardStore:
             self.grad = HostGrad(size, dtype, self._memory, alone=alone, delays=delays)
         return self.grad
 
-    def wait_for_master(self) -> None:
+    def wait_until_master_is_free(self) -> None:
         """Block until no host-to-device copy reads the master. Nothing may have waited for the last one yet."""
-        self._sent.synchronize()
+        self._master_free.synchronize()
         if self.param is not None and not self._plan.delays_host:  # with a delay no gather starts from the master
             self.param.wait()
 
-    def set_last_read(self, event: CopyEvent) -> CopyEvent:
+    def set_master_free_event(self, event: CopyEvent) -> CopyEvent:
         """Store and return the event after which the master may be overwritten."""
-        self._sent = event
+        self._master_free = event
         return event
 
     def publisher(self, gradient: torch.Tensor, last_use: LastUse) -> Publisher:
@@ -245,7 +245,7 @@ class ShardStore:
     def sync_master_from_model_weight(self) -> None:
         """Copy the model weight, which the program has written, into the master weight."""
         copy = self.separate_model_weight
-        if self.spec.weight_is_master:
+        if self.spec.weight_is_part_of_master:
             for rest in self.master.parts[1:]:
                 Buffer.of(rest).store(torch.zeros(rest.numel(), dtype=rest.dtype))
         elif copy is not None:
@@ -301,7 +301,7 @@ class ShardStore:
         if self.compared_model_weight is None and not self.written([self]):
             return
         if self.is_offloaded:
-            self.wait_for_master()
+            self.wait_until_master_is_free()
         master, check, is_changed = self.master.fetch(), WriteCheck(), False
         for low in range(0, master.numel(), _COMPARED):
             inside = slice(low, low + _COMPARED)
@@ -363,7 +363,7 @@ class ShardStore:
 
     def own_master(self) -> list[torch.Tensor | DiskTensor]:
         """Return the parts of the master that neither the flat parameter nor the parameter shard stores."""
-        if self.spec.weight_is_master:
+        if self.spec.weight_is_part_of_master:
             return list(self.master.parts[1:])
         is_slice = self.param is None and self.model_weight is None
         return [] if is_slice else list(self.master.parts)
@@ -375,7 +375,7 @@ class ShardStore:
     def device_params(self) -> list[torch.Tensor]:
         """Return the model weight or parameter shard on the device, unless it is the master."""
         copy, on_device = self.separate_model_weight, self.param is None or self.param.tier is Tier.DEVICE
-        if self.spec.weight_is_master and self.param is not None:
+        if self.spec.weight_is_part_of_master and self.param is not None:
             copy = self.param.buffer
         return copy.tensors if copy is not None and on_device else []
 

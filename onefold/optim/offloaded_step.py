@@ -46,7 +46,7 @@ from onefold.recorder import Track, recorded
 
 # Elements of a tile if many cores work on it together.
 SHARED_TILE = 1 << 22
-# Elements that are updated before they are published. Starting a smaller copy costs more than making it.
+# Elements that are updated before they are published. Launching a smaller copy takes longer than the copy itself.
 CHUNK = 1 << 22
 
 _Result = TypeVar("_Result")
@@ -61,7 +61,7 @@ class OffloadedStep:
         size = SHARED_TILE if torch.get_num_threads() > 2 else None
         self._elementwise = ElementwiseUpdate(rules, size)
         self._matrices = MatrixUpdate(rules, size) if any(isinstance(rule, MatrixRule) for rule in rules) else None
-        # The updates of whole matrices that the host computed from gradients, in the memory of these.
+        # The updates of whole matrices that the host computed from gradients. They overwrite the gradients.
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory, self._plan = memory, plan
         # One stream for the stream thread, and one for the host thread, which streams shards on NVMe.
@@ -85,7 +85,7 @@ class OffloadedStep:
         return bool(self._delayed)
 
     def collect(self) -> None:
-        """Start using the parameters that a delayed step has computed."""
+        """Copy the parameters that a delayed step has computed into the model weights."""
         self.refuse_writes_to_delayed()
         arrivals = []
         for store, task in self._delayed:
@@ -191,15 +191,15 @@ class OffloadedStep:
             for window in self._windows(store):
                 self._stream_of_nvme.run(shard, window)
                 publisher.release()
-            return store.set_last_read(publisher.finish())
+            return store.set_master_free_event(publisher.finish())
         update = partial(self._elementwise.update, store, gradient, step)
-        return store.set_last_read(step_shard(self._windows(store), update, publisher, CHUNK))
+        return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
 
     def _publisher(self, store: ShardStore, gradient: torch.Tensor, last_use: LastUse) -> Publisher:
         """Wait until the shard may be updated, and return its publisher. A delayed step publishes when collected."""
         if not self._delays:  # a delayed step has waited already, and the next gradient may be arriving now
             _gradient_of(store).wait()
-        store.wait_for_master()
+        store.wait_until_master_is_free()
         return Publisher() if self._delays else store.publisher(gradient, last_use)
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
@@ -280,13 +280,13 @@ class OffloadedStep:
         assert self._matrices is not None
         arrival.synchronize()
         store = part.store
-        store.wait_for_master()
+        store.wait_until_master_is_free()
         # Weights on their way to NVMe overwrite the update that they were computed from, which has the same size.
         publisher = store.publisher(on_host, last_use)
         if self._nvme is not None:
             self._nvme.queue([store], MASTERS_ONLY)
         update = partial(self._matrices.finish, replace(part, update=on_host), step)
-        return store.set_last_read(step_shard(self._windows(store), update, publisher, CHUNK))
+        return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
 
 
 class _StreamTask(NamedTuple):
@@ -302,7 +302,7 @@ class _StreamTask(NamedTuple):
 
 def _complete(store: ShardStore, publisher: Publisher, task: Future[CopyEvent]) -> None:
     with suppress(InvalidStateError):  # an interrupt has failed it already
-        task.set_result(store.set_last_read(publisher.finish()))
+        task.set_result(store.set_master_free_event(publisher.finish()))
 
 
 def _gradient_of(store: ShardStore) -> HostGrad:

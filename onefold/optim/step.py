@@ -362,7 +362,7 @@ class ShardedStep:
         self._schedule.context.forget_cached()
         self.sync_masters()
         for store in (store for store in self.stores if store.is_offloaded):
-            store.wait_for_master()
+            store.wait_until_master_is_free()
 
     @torch.no_grad()
     def pull_masters(self, units: Sequence[Unit]) -> None:

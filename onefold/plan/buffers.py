@@ -143,7 +143,7 @@ class FlatParamSpec:
         return not self.residency.offloads_states or master_dtype(self.dtype) == self.dtype
 
     @property
-    def weight_is_master(self) -> bool:
+    def weight_is_part_of_master(self) -> bool:
         """Whether the bf16 part of a split master is the model weight, or the parameter shard."""
         return self.trainable and self.state_spec.master is not None and self.residency.shares_tier
 
@@ -196,7 +196,7 @@ class FlatParamSpec:
             kind = BufferKind.MASTER if name == MASTER else BufferKind.STATE
             for place, part in enumerate(plain if format_ is None else format_.parts):
                 is_weight = name == MASTER and place == 0 and part.dtype == parameter.dtype
-                alias = PARAMETER if is_weight and (self.master_is_shard or self.weight_is_master) else None
+                alias = PARAMETER if is_weight and (self.master_is_shard or self.weight_is_part_of_master) else None
                 yield BufferSpec(name, kind, self.residency.states, part.numel(numel), part.dtype, alias)
 
 

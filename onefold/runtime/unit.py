@@ -73,7 +73,7 @@ class Unit:
         return context
 
     def join(self, context: UnitContext) -> None:
-        """Share the state of an engine's units."""
+        """Set the state that all units of an engine share."""
         self._context = weakref.ref(context)
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Unit:
             raise sharded_error(written, "a write in place inside a forward or backward")
 
     def reshard(self, *, drop: bool = False) -> None:
-        """Free the unsharded parameters. `drop`: no graph needs the next values in the same memory."""
+        """Free the unsharded parameters. With `drop`, replace their storage (`FlatParam.free_unsharded`)."""
         assert self.param_state is ParameterState.UNSHARDED, (self.name, self.param_state)
         assert not self.num_gathers_in_flight, self.name
         if self.sharded_params:

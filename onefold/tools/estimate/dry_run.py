@@ -127,7 +127,7 @@ def _stored_tensors(engine: Engine, *, with_states: bool) -> Iterator[torch.Tens
             yield param.full
         if with_states and param.trainable:
             held = [*param.store.own_master(), *(p for state in param.store.states.values() for p in state.parts)]
-            if param.store.spec.weight_is_master and param.store.param is not None:
+            if param.store.spec.weight_is_part_of_master and param.store.param is not None:
                 held.append(param.store.param.values)
             yield from (part for part in held if isinstance(part, torch.Tensor))
 
