@@ -88,7 +88,7 @@ def _check_adam(optimizer: torch.optim.Adam, bias_correction: bool, fp32_optimiz
     if not bias_correction:
         raise ValueError(f"{name}: bias_correction=False is not supported. Leave it out.")
     if not fp32_optimizer_states:
-        raise ValueError(f"{name}: fp32_optimizer_states is not supported. Set onefold.state_dtype.")
+        raise ValueError(f"{name}: fp32_optimizer_states=False is not supported. Set onefold.state_dtype.")
 
 
 def multi_tensor_applier(
@@ -131,7 +131,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer, metaclass=OrOfEngine):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            raise ValueError("DeepSpeedCPULion: fp32_optimizer_states is not supported. Set onefold.state_dtype.")
+            raise ValueError("DeepSpeedCPULion: fp32_optimizer_states=False is not supported. Set onefold.state_dtype.")
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from onefold.plan.layout import SHARD_ALIGNMENT
 from onefold.recorder import Track, recorded
 
 
@@ -35,17 +34,6 @@ class CopyEvent:
 
 
 COMPLETE = CopyEvent()
-
-
-def block_squares(values: torch.Tensor) -> torch.Tensor:
-    """Compute the squared norm of each aligned block in fp64, from its fp32 norm.
-
-    torch's fp32 norm of a long vector has an error of 0.3% on a CPU.
-    """
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    norms: torch.Tensor = torch.linalg.vector_norm(values.view(-1, SHARD_ALIGNMENT), dim=1, dtype=dtype)
-    return norms.double().square()
-
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Sources and targets of copies."""
@@ -94,32 +82,21 @@ class Bus:
             self._streams["up"].wait_event(event)
         return self.up(source, target, first)
 
-    def add_down(
-        self,
-        source: torch.Tensor,
-        memory: torch.Tensor,
-        target: torch.Tensor,
-        squares: torch.Tensor,
-        after: Sequence[CopyEvent],
-        *,
-        add: bool,
+    def compute_down(
+        self, compute: Callable[[], None], source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyEvent]
     ) -> CopyEvent:
-        """Add `source` to `memory` on the device, or cast it, and copy the result to `target` on the host.
+        """Run `compute`, which writes `source`, on the device-to-host stream, then copy `source` to `target`.
 
-        `squares` receives the squared norms of the result's blocks.
+        The stream waits for the copies in `after` first.
         """
         stream, arrived = self._streams["down"], torch.cuda.Event(blocking=True)
         for event in after:
             if event.recorded is not None:
                 stream.wait_event(event.recorded)
         with torch.cuda.stream(stream), recorded(Track.DOWN, "down", numel=source.numel()):
-            self.count("down", memory.nbytes)
-            if add:
-                memory.add_(source)
-            else:
-                memory.copy_(source)
-            squares.copy_(block_squares(memory))
-            target.copy_(memory, non_blocking=True)
+            self.count("down", source.nbytes)
+            compute()
+            target.copy_(source, non_blocking=True)
             arrived.record(stream)
         return CopyEvent(arrived)
 

@@ -123,8 +123,9 @@ class HostGrad(GradShard):
         self._own = memory.host(size, dtype)
         self._other = memory.host(size, dtype) if delays else None
         self._arriving: CopyEvent = COMPLETE
-        # Squared norms of the blocks of the gradient, computed on the device. They are valid after `_arriving`.
+        # Squared norms of the blocks of the gradient, computed on the device. They may be read after `_squares_ready`.
         self._squares: torch.Tensor | None = None
+        self._squares_ready: CopyEvent = COMPLETE
         # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
@@ -145,7 +146,8 @@ class HostGrad(GradShard):
             self.wait()  # the copy of a dropped gradient may still be in flight
         self.value = self._own
         copies = self._memory.gradients
-        self._arriving, self._squares = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)
+        started = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)
+        self._arriving, self._squares, self._squares_ready = started
 
     def read_by(self, step: Future[CopyEvent] | None) -> None:
         """Register the step on the host that reads the gradient until it is done."""
@@ -157,7 +159,7 @@ class HostGrad(GradShard):
     def square_sum(self) -> torch.Tensor:
         if self._squares is None:
             return super().square_sum()
-        self._arriving.wait_on_stream()
+        self._squares_ready.wait_on_stream()
         return self._squares.sum()
 
     def forget_square_sum(self) -> None:

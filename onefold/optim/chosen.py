@@ -67,7 +67,7 @@ def name_of_rule(rule: AnyRule) -> str | None:
 
 @dataclass(frozen=True)
 class LowBitClass:
-    """The update rule and the state format that an instance of bitsandbytes or torchao asks for."""
+    """The update rule and the state format that an instance of bitsandbytes or torchao selects."""
 
     rule: str
     is_8bit: bool

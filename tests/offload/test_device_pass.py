@@ -25,7 +25,7 @@ from test_states import run_tiers as run_forms
 
 from onefold.engine.model_memory import ModelMemory
 from onefold.offload import host_memory, offload_memory, param_shard
-from onefold.offload.bus import Bus, CopyEvent, Pairs, block_squares
+from onefold.offload.bus import Bus, CopyEvent, Pairs
 from onefold.offload.param_shard import HostShard
 from onefold.optim.gpu_stream import GpuStream
 from onefold.plan import OffloadTraffic, count_offload_traffic
@@ -100,23 +100,13 @@ def copy_late(bus: Bus, way: str, pairs: Pairs, after: Event) -> CopyEvent:
     return CopyEvent(arrived)
 
 
-def add_late(
-    bus: Bus, source: Any, memory: Any, target: Any, squares: Any, after: list[CopyEvent], *, add: bool
-) -> CopyEvent:
+def compute_late(bus: Bus, compute: Any, source: Any, target: Any, after: list[CopyEvent]) -> CopyEvent:
     stream, arrived = bus._streams["down"], Event()
-    bus.count("down", memory.nbytes)
+    bus.count("down", source.nbytes)
     for event in after:
         stream.wait_event(event.recorded)
-
-    def work() -> None:
-        if add:
-            memory.add_(source)
-        else:
-            memory.copy_(source)
-        squares.copy_(block_squares(memory))
-        target.copy_(memory)
-
-    stream.put(work)
+    stream.put(compute)
+    stream.put(lambda: target.copy_(source))
     arrived.record(stream)
     return CopyEvent(arrived)
 
@@ -150,7 +140,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (torch.cuda, "set_device", lambda device: None),
             (Bus, "__init__", crossing),
             (Bus, "_copy", copy_late),
-            (Bus, "add_down", add_late),
+            (Bus, "compute_down", compute_late),
             (GpuStream, "_launch", counted),
             (ModelMemory, "planned_offload_traffic", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
