@@ -64,6 +64,14 @@ class OnefoldSection:
         "a tenth.",
         above=0,
     )
+    device_cache: float | None = key(
+        None,
+        "Device memory for copies of offloaded state that save traffic, in GB: gradients that are accumulated or "
+        "stepped on the GPU, then parameters. Results do not depend on it. auto: nine tenths of the free memory, or of "
+        "`device_memory` if that is less, minus the peak of the first step. 0 stores no copies.",
+        minimum=0,
+        auto=True,
+    )
     honour_writes: bool = key(
         True,
         "Copy in-place writes to unsharded parameters (`p.clamp_()`, `p.data.mul_()`) into the fp32 master weights at "

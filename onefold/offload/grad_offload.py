@@ -30,12 +30,17 @@ def block_squares(values: torch.Tensor) -> torch.Tensor:
     return norms.double().square()
 
 
-def square_sum(shard: torch.Tensor) -> torch.Tensor:
-    """Compute the sum of squares of a gradient shard, an fp64 scalar.
+def shard_squares(shard: torch.Tensor) -> torch.Tensor:
+    """Compute the squared norms of all blocks of a gradient shard.
 
-    Blocks are computed in the chunks of `GradOffload`, so that the bits do not depend on where the sum is stored.
+    They are computed in the chunks of `GradOffload`, so that the bits do not depend on where the gradient is stored.
     """
-    return torch.cat([block_squares(chunk) for chunk in shard.split(CHUNK)]).sum()
+    return torch.cat([block_squares(chunk) for chunk in shard.split(CHUNK)])
+
+
+def square_sum(shard: torch.Tensor) -> torch.Tensor:
+    """Compute the sum of squares of a gradient shard, an fp64 scalar."""
+    return shard_squares(shard).sum()
 
 
 def _add_chunk(source: torch.Tensor, chunk: torch.Tensor, squares: torch.Tensor, *, add: bool) -> None:
@@ -66,10 +71,11 @@ class GradOffload:
     returned to its pool after the compute stream has waited for the copy, a few units later, when the copy is usually
     complete.
 
-    Sums over the micro-steps of an accumulation window are stored in host memory as well, but a GPU adds to them: a
-    chunk of the sum is copied to the device, the gradient is added, and the chunk is copied back, while the next chunk
-    is on its way. This takes the bandwidth of the bus in both directions. The host itself took 1.7 s per micro-step for
-    3.8B parameters (LOG, "Gradient accumulation with offload"). The GPU computes the norm of the sum at the same time.
+    Sums over the micro-steps of an accumulation window stay on the device as far as memory allows ([Note: the device
+    cache]), and are copied once. The others are stored in host memory as well, but a GPU adds to them: a chunk of the
+    sum is copied to the device, the gradient is added, and the chunk is copied back, while the next chunk is on its
+    way. This takes the bandwidth of the bus in both directions. The host itself took 1.7 s per micro-step for 3.8B
+    parameters (LOG, "Gradient accumulation with offload"). The GPU computes the norm of the sum at the same time.
     """
 
     def __init__(self, bus: Bus) -> None:
@@ -82,6 +88,10 @@ class GradOffload:
     def expect(self, numel: int) -> None:
         """Register the size of a gradient, for the allocation of chunks."""
         self._chunk_size = max(self._chunk_size, min(numel, CHUNK))
+
+    def copy(self, total: torch.Tensor, target: torch.Tensor) -> GradCopy:
+        """Start to copy a gradient to `target` in host memory."""
+        return GradCopy(self._bus.down(total, target), shard_squares(total), COMPLETE)
 
     @torch.no_grad()
     def start(
@@ -99,18 +109,18 @@ class GradOffload:
 
         `after` is the last copy into `target`.
         """
-        squares, squares_ready = None, COMPLETE
         if not add and total.dtype == target.dtype:
-            arrival, squares = self._bus.down(total, target), torch.cat([block_squares(c) for c in total.split(CHUNK)])
+            started = self.copy(total, target)
         elif self._bus.crosses:
             squares = torch.empty(total.numel() // SHARD_ALIGNMENT, dtype=torch.float64, device=total.device)
-            arrival = squares_ready = self._add(total, target, squares, add=add, after=after)
+            arrival = self._add(total, target, squares, add=add, after=after)
+            started = GradCopy(arrival, squares, squares_ready=arrival)
         else:
-            arrival = self._bus.down(total, target, add=add)
-        temporary = [tensor for tensor in (total, squares) if tensor is not None]
-        self._under_way.append((arrival, temporary, slot, pool, key))
+            started = GradCopy(self._bus.down(total, target, add=add), None, COMPLETE)
+        temporary = [tensor for tensor in (total, started.squares) if tensor is not None]
+        self._under_way.append((started.arrival, temporary, slot, pool, key))
         self.finish(COPIES_IN_FLIGHT if self._bus.crosses else 0)
-        return GradCopy(arrival, squares, squares_ready)
+        return started
 
     def _add(
         self, total: torch.Tensor, target: torch.Tensor, squares: torch.Tensor, *, add: bool, after: CopyEvent

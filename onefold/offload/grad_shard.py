@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 
 from onefold.offload.bus import COMPLETE, CopyEvent
-from onefold.offload.grad_offload import square_sum
+from onefold.offload.grad_offload import shard_squares, square_sum
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.plan import Tier
 from onefold.pool import Pool
@@ -43,14 +43,23 @@ class GradShard:
     def forget_square_sum(self) -> None:
         """Discard the sum of squares, because the gradient is about to be written by the caller."""
 
+    def start_copy(self) -> None:
+        """Start to copy the gradient to where the step reads it, after the last reduction before a step."""
+
+    def for_step(self) -> torch.Tensor:
+        """Return the gradient where the step reads it. Its copy may still be in flight (`wait`)."""
+        self.start_copy()
+        assert self.value is not None, "a step comes after a backward"
+        return self.value
+
     def widen(self, dtype: torch.dtype, pool: Pool, key: Hashable, *, in_place: bool) -> None:
         """Change the dtype of the gradient, because several micro-steps will be accumulated."""
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         """Discard the gradient."""
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the allocated tensors, all in the tier of this shard."""
+    def tensors(self, tier: Tier) -> list[torch.Tensor]:
+        """Return the allocated tensors in a tier."""
         raise NotImplementedError
 
 
@@ -105,23 +114,37 @@ class DeviceGrad(GradShard):
             pool.give_back(self.value)
         self._slot = self.value = self._square = None
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self, tier: Tier) -> list[torch.Tensor]:
         held = self._slot if self._slot is not None else self.value
-        return [held] if held is not None else []
+        return [held] if held is not None and tier is Tier.DEVICE else []
 
 
 class HostGrad(GradShard):
-    """A gradient shard in host memory.
+    """The gradient of an offloaded shard, which the step reads from host memory.
 
     With `delays` there are two buffers, because a delayed step reads one while the next gradient is copied to the host.
+
+    If the device cache stores the gradient (`cache`), reductions add to it on the device, and it is copied to the host
+    once. If the GPU steps the shard (`steps_on_device`), it reads the gradient from the cache.
     """
 
     tier = Tier.HOST
 
-    def __init__(self, size: int, dtype: torch.dtype, memory: OffloadMemory, *, alone: bool, delays: bool) -> None:
-        self._size, self._memory, self._alone = size, memory, alone
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        memory: OffloadMemory,
+        *,
+        alone: bool,
+        delays: bool,
+        steps_on_device: bool = False,
+    ) -> None:
+        self._size, self._memory, self._alone, self._steps_on_device = size, memory, alone, steps_on_device
         self._own = memory.host(size, dtype)
         self._other = memory.host(size, dtype) if delays else None
+        # The gradient in the device cache.
+        self.cached: torch.Tensor | None = None
         self._arriving: CopyEvent = COMPLETE
         # Squared norms of the blocks of the gradient, computed on the device. They may be read after `_squares_ready`.
         self._squares: torch.Tensor | None = None
@@ -131,16 +154,43 @@ class HostGrad(GradShard):
         self._reader: Future[CopyEvent] | None = None
         memory.gradients.expect(size)
 
+    def set_cached(self, *, on: bool) -> None:
+        """Begin or end to accumulate the gradient on the device, between two accumulation windows."""
+        assert self.value is None
+        if on and self.cached is None:
+            self.cached = torch.empty(self._size, dtype=self._own.dtype, device=self._memory.bus.device)
+        elif not on and self.cached is not None:
+            self._wait_for_reader()
+            self._arriving.wait_on_stream()
+            self.cached = None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether `value` is in the device cache."""
+        return self.value is not None and self.value is self.cached
+
+    @property
+    def host_memory(self) -> torch.Tensor:
+        """The buffer in host memory, which a step may overwrite after it has read the gradient."""
+        return self._own
+
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
+        if self.cached is not None and (self.value is None or self.is_on_device):
+            if self.value is None:
+                self._wait_for_reader()
+                self._arriving.wait_on_stream()
+            add, self.value, self._squares = self.value is not None, self.cached, None
+            return self.cached, add
         self._passing = slot if self._alone else pool.take(self._size, self._own.dtype)
         return self._passing, False
 
     def accept(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:
-        """Start the device-to-host copy of this micro-step's reduced gradient."""
-        assert self._passing is not None
+        """Start the device-to-host copy of a micro-step's reduced gradient, unless it is accumulated on the device."""
+        if self._passing is None:
+            pool.give_back(slot, key)
+            return
         total, self._passing = self._passing, None
-        if self._reader is not None:
-            self._reader.result()  # the step may still be reading the previous gradient
+        self._wait_for_reader()
         add = self.value is not None
         if not add:
             self.wait()  # the copy of a dropped gradient may still be in flight
@@ -149,12 +199,29 @@ class HostGrad(GradShard):
         started = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)
         self._arriving, self._squares, self._squares_ready = started
 
+    def start_copy(self) -> None:
+        if self.is_on_device and not self._steps_on_device:
+            assert self.cached is not None
+            self._wait_for_reader()
+            self.value = self._own
+            self._arriving, self._squares, self._squares_ready = self._memory.gradients.copy(self.cached, self._own)
+
+    def _wait_for_reader(self) -> None:
+        """Wait until the step has read the previous gradient."""
+        if self._reader is not None:
+            self._reader.result()
+
     def read_by(self, step: Future[CopyEvent] | None) -> None:
-        """Register the step on the host that reads the gradient until it is done."""
+        """Register the step that reads the gradient until it is done."""
         self._reader = step
 
     def wait(self) -> None:
         self._arriving.synchronize()
+
+    def start_square_sum(self) -> None:
+        if self.is_on_device and self._memory.bus.crosses:
+            assert self.cached is not None
+            self._squares, self._squares_ready = shard_squares(self.cached), COMPLETE
 
     def square_sum(self) -> torch.Tensor:
         if self._squares is None:
@@ -174,13 +241,18 @@ class HostGrad(GradShard):
         if self._own.dtype == dtype:
             return
         self.wait()
+        if self.cached is not None:
+            narrow, self.cached = self.cached, self.cached.to(dtype)
+            self.value = self.cached if self.value is narrow else self.value
+        is_on_host = self.value is self._own
         self._own = self._memory.more_host(self._size, dtype).copy_(self._own)
         if self._other is not None:
             self._other = self._memory.more_host(self._size, dtype)
-        self.value = self._own if self.value is not None else None
+        self.value = self._own if is_on_host else self.value
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         self.value = self._squares = None
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [tensor for tensor in (self._own, self._other) if tensor is not None]
+    def tensors(self, tier: Tier) -> list[torch.Tensor]:
+        held = {Tier.HOST: (self._own, self._other), Tier.DEVICE: (self.cached,)}
+        return [tensor for tensor in held.get(tier, ()) if tensor is not None]

@@ -20,6 +20,7 @@ from onefold.offload.nvme import DiskTensor, SwapFiles
 from onefold.offload.param_shard import DeviceShard, DiskShard, HostShard, ParamShard, StagingBuffers
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.buffers import PARAMETER
+from onefold.plan.device_cache import assign_device_cache
 from onefold.plan.plan import Offload
 
 
@@ -34,10 +35,11 @@ def agree_on_tiers(
         on_device = torch.cuda.mem_get_info(device)[0] * 3 // 4
     if on_host is None:
         on_host = available_bytes() * 9 // 10
-    rows = agreement.synchronize("the room in each tier", [on_device or 0, on_host])
+    rows = agreement.synchronize("the room in each tier", [on_device or 0, on_host, plan.offload.cache_bytes or 0])
     on_device = min(row[0] for row in rows) if on_device is not None else None
     on_host = min(row[1] for row in rows) // num_ranks_on_node(agreement.group)
-    return assign_tiers(specs, plan, device_bytes=on_device, host_bytes=on_host)
+    assigned = assign_tiers(specs, plan, device_bytes=on_device, host_bytes=on_host)
+    return assign_device_cache(assigned, plan, min(row[2] for row in rows))
 
 
 def make_memory(

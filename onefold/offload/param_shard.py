@@ -194,22 +194,42 @@ class HostShard(ParamShard):
         # The last copies into the shard, and out of it.
         self._copying: CopyEvent = COMPLETE
         self._reading: CopyEvent = COMPLETE
+        # A copy in the device cache, and whether it has the newest value.
+        self.cached: torch.Tensor | None = None
+        self._is_cached = False
+
+    def set_cached(self, *, on: bool) -> None:
+        """Store a copy on the device from the next all-gather on, or free it."""
+        if on != (self.cached is not None):
+            self._reading.wait_on_stream()
+            self.cached = torch.empty_like(self.values, device=self._bus.device) if on else None
+            self._is_cached = False
 
     def stale_behind(self, master: torch.Tensor | None) -> None:
         """Set the master that the next all-gather casts into the shard. None means that the shard is up to date."""
         self._master = master
+        self._is_cached = False
 
     def gather_source(self, *, is_overwritten: bool) -> Source:
         return _HostSource(self, is_overwritten=is_overwritten)
 
     def copy_to(self, target: torch.Tensor, *, is_overwritten: bool) -> None:
         """Copy the newest value to the device on the caller's stream, and a new cast of it back to the host."""
+        if self._is_cached:
+            assert self.cached is not None
+            self._reading.wait_on_stream()
+            target.copy_(self.cached)
+            self._reading = CopyEvent(self._bus.now(blocking=True))
+            return
         self._copying.wait_on_stream()
         if self._master is None:
             self._bus.up_at_once(self.values, target)
         else:
             for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
                 self._bus.up_at_once(source, part)
+        if self.cached is not None:
+            self.cached.copy_(target)
+            self._is_cached = True
         self._reading = CopyEvent(self._bus.now(blocking=True))
         if self._master is not None:
             self._copying, self._master = self._bus.down(target, self.values), None
@@ -226,7 +246,7 @@ class HostShard(ParamShard):
     def write(self, values: torch.Tensor) -> None:
         self.wait()
         self.values.copy_(values)
-        self._master = None
+        self.stale_behind(None)
 
     def refresh(self) -> None:
         self.wait()
@@ -238,6 +258,7 @@ class HostShard(ParamShard):
         self._copying.wait_on_stream()
 
     def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
+        self._is_cached = False
         cast_later = master.tensor if self._bus.crosses and master.is_plain_tensor else None
         return ToHostShard(self.values, self._bus, cast_later, self.stale_behind)
 

@@ -29,12 +29,13 @@ from onefold.offload.bus import COMPLETE, CopyEvent
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import DeviceShard, LastUse, ParamShard, Publisher, ToDevice
+from onefold.offload.param_shard import DeviceShard, HostShard, LastUse, ParamShard, Publisher, ToDevice
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck, fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier
 from onefold.plan.buffers import MASTER, PARAMETER, BufferSpec, master_dtype
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
+from onefold.plan.traffic import is_streamed
 
 # Elements of a master that are compared with the model weight at once.
 _COMPARED = 1 << 22
@@ -87,6 +88,7 @@ class ShardStore:
             (shard,) = self._planned(PARAMETER)
             if self._memory is not None:
                 self.param = self._memory.param_shard(shard.tier, shard.numel, shard.dtype)
+                self.set_cache(self.spec)
             else:
                 self.param = DeviceShard(zeros_apart(shard.numel, shard.dtype, self.device))
         self.param.write(values)
@@ -164,9 +166,24 @@ class ShardStore:
             self.grad = DeviceGrad(size, dtype, self._rank, in_place=in_place)
         else:
             assert self._memory is not None
-            alone = self.spec.layout.num_shards == 1
-            self.grad = HostGrad(size, dtype, self._memory, alone=alone, delays=delays)
+            self.grad = HostGrad(
+                size,
+                dtype,
+                self._memory,
+                alone=self.spec.layout.num_shards == 1,
+                delays=delays,
+                steps_on_device=self._memory.bus.crosses and is_streamed(self._plan, self.spec),
+            )
+            self.grad.set_cached(on=self.spec.caches_gradient)
         return self.grad
+
+    def set_cache(self, spec: FlatParamSpec) -> None:
+        """Store the copies on the device that a new spec plans, and free the others. Called between two steps."""
+        self.spec = spec
+        if isinstance(self.grad, HostGrad):
+            self.grad.set_cached(on=spec.caches_gradient)
+        if isinstance(self.param, HostShard):
+            self.param.set_cached(on=spec.caches_parameter)
 
     def wait_until_master_is_free(self) -> None:
         """Block until no host-to-device copy reads the master. Nothing may have waited for the last one yet."""
@@ -353,6 +370,9 @@ class ShardStore:
 
     def param_bytes(self, tier: Tier) -> int:
         """Return the bytes of the parameter shard in a tier, unless it is the master."""
+        cached = self.param.cached if isinstance(self.param, HostShard) else None
+        if tier is Tier.DEVICE and cached is not None:
+            return cached.nbytes
         if self.param is None or self.param.tier is not tier or self.spec.master_is_shard:
             return 0
         return self.param.values.nbytes
@@ -373,7 +393,9 @@ class ShardStore:
         return sum(state.nbytes for state in self.states.values())
 
     def device_params(self) -> list[torch.Tensor]:
-        """Return the model weight or parameter shard on the device, unless it is the master."""
+        """Return the model weight or parameter shard on the device, unless it is the master, or the cached copy."""
+        if isinstance(self.param, HostShard):
+            return [self.param.cached] if self.param.cached is not None else []
         copy, on_device = self.separate_model_weight, self.param is None or self.param.tier is Tier.DEVICE
         if self.spec.weight_is_part_of_master and self.param is not None:
             copy = self.param.buffer

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from onefold.offload.bus import Bus, CopyEvent
+from onefold.offload.grad_shard import HostGrad
 from onefold.offload.param_shard import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
@@ -45,6 +46,11 @@ class StreamedShard:
     publisher: Publisher
     step: StepValues
     last_use: LastUse
+
+    @property
+    def has_gradient_on_device(self) -> bool:
+        """Whether the gradient is not copied, because the device cache stores it."""
+        return isinstance(self.store.grad, HostGrad) and self.gradient is self.store.grad.cached
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class GpuStream:
             self.finish()
             then()
             return
-        for start, stop in window.chunks(self._reserve(window, shard.gradient)):
+        for start, stop in window.chunks(self._reserve(window, shard)):
             if len(self._in_flight) == IN_FLIGHT:
                 self._finish_oldest()
             memory = self._chunks[self._number % IN_FLIGHT]
@@ -153,14 +159,16 @@ class GpuStream:
             if call is not None:
                 call()
 
-    def _reserve(self, window: StateWindow, gradient: torch.Tensor) -> int:
+    def _reserve(self, window: StateWindow, shard: StreamedShard) -> int:
         """Allocate device memory for the chunks of a window, and return the elements of a chunk.
 
         Memory that is too small is replaced while nothing is in flight: the allocator may hand out what this stream has
         freed while it is still in use there, and the bus's copies do not wait for this stream.
         """
         buffers = (window.master, *window.states.values())
-        per_block = [gradient[:BLOCK].nbytes, *(part.nbytes for buffer in buffers for part in buffer[:BLOCK].parts)]
+        per_block = [part.nbytes for buffer in buffers for part in buffer[:BLOCK].parts]
+        if not shard.has_gradient_on_device:
+            per_block.append(shard.gradient[:BLOCK].nbytes)
         size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
         num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
         if any(chunk.num_bytes < num_bytes for chunk in self._chunks):
@@ -178,9 +186,11 @@ class GpuStream:
         inside = slice(start - window.start, stop - window.start)
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
         on_host = [part for buffer in buffers for part in buffer.tensors]
-        sources = [shard.gradient[start:stop], *on_host]
-        gradient, *on_device = memory.views_like(sources)
-        self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).wait_on_stream()
+        gradient = shard.gradient[start:stop]
+        sources = on_host if shard.has_gradient_on_device else [*on_host, gradient]
+        copies = memory.views_like(sources)
+        self._bus.up_together(list(zip(sources, copies, strict=True)), shard.last_use).wait_on_stream()
+        on_device, gradient = copies[: len(on_host)], (gradient, *copies[len(on_host) :])[-1]
         parts = iter(on_device)
         master, *states = [buffer.like(parts) for buffer in buffers]
         chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))

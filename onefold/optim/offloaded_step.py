@@ -128,6 +128,7 @@ class OffloadedStep:
         time.
         """
         self._check()
+        gradients = {store: _gradient_of(store).for_step() for store in stores}
         if self._delays:
             for store in stores:
                 _gradient_of(store).wait()
@@ -138,9 +139,7 @@ class OffloadedStep:
                 self._nvme.queue([store], STATES_ONLY if store.spec.state_spec.as_matrices else EVERYTHING)
         streamed: dict[ShardStore, _StreamTask] = {}
         try:
-            for store in stores:
-                gradient = _gradient_of(store).value
-                assert gradient is not None
+            for store, gradient in gradients.items():
                 if store.spec.state_spec.as_matrices:
                     self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
                     continue
@@ -184,7 +183,7 @@ class OffloadedStep:
 
     @torch.no_grad()
     def _step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues, last_use: LastUse) -> CopyEvent:
-        publisher = self._publisher(store, gradient, last_use)
+        publisher = self._publisher(store, last_use)
         if self._is_streamed(store):
             assert self._stream_of_nvme is not None
             shard = StreamedShard(store, gradient, publisher, step, last_use)
@@ -195,12 +194,12 @@ class OffloadedStep:
         update = partial(self._elementwise.update, store, gradient, step)
         return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
 
-    def _publisher(self, store: ShardStore, gradient: torch.Tensor, last_use: LastUse) -> Publisher:
+    def _publisher(self, store: ShardStore, last_use: LastUse) -> Publisher:
         """Wait until the shard may be updated, and return its publisher. A delayed step publishes when collected."""
         if not self._delays:  # a delayed step has waited already, and the next gradient may be arriving now
             _gradient_of(store).wait()
         store.wait_until_master_is_free()
-        return Publisher() if self._delays else store.publisher(gradient, last_use)
+        return Publisher() if self._delays else store.publisher(_gradient_of(store).host_memory, last_use)
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._nvme is not None and store.state_tier is Tier.NVME:
@@ -232,7 +231,7 @@ class OffloadedStep:
                 if self._failed is not None:
                     raise self._failed.with_traceback(None)
                 with recorded(Track.STEP, "device step", store.unit_name, numel=store.stop - store.start, by_host=True):
-                    publisher = self._publisher(store, gradient, last_use)
+                    publisher = self._publisher(store, last_use)
                     shard = StreamedShard(store, gradient, publisher, step, last_use)
                     for window in whole_window(store):
                         self._stream.start(shard, window, partial(_complete, store, publisher, task))

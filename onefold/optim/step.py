@@ -231,7 +231,6 @@ class ShardedStep:
                 buffers = map(Buffer.of, self._memory.more_states(tier, sizes))
             for (param, name), buffer in zip(in_tier, buffers, strict=False):
                 param.store.add_state(name, buffer)
-                param.spec = param.store.spec
         if self._host is not None:
             self._host.make_nvme_windows()
 
@@ -418,7 +417,7 @@ class ShardedStep:
             of_matrices()
             self._set_begun(begun)
             for param, spec, states in before:
-                param.spec = param.store.spec = spec
+                param.store.spec = spec
                 param.store.states = states
 
         return undo

@@ -33,6 +33,8 @@ class BufferKind(Enum):
 # Names of buffers. An optimizer state has its own name, such as `exp_avg`.
 PARAMETER, SECONDARY, MASTER = "parameter", "secondary shard", "master"
 FLAT_GRADIENT, REDUCED_GRADIENT, FEEDBACK = "flat gradient", "reduced gradient", "error feedback"
+# Copies of offloaded buffers on the device (`plan/device_cache.py`).
+CACHED_GRADIENT, CACHED_PARAMETER = "cached gradient", "cached parameter"
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ class FlatParamSpec:
     state_spec: StateSpec = StateSpec()
     given_to_device: bool = False
     """The GPU steps this flat parameter when host and GPU share the step of offloaded states."""
+    caches_gradient: bool = False
+    """The gradient of an offloaded step is accumulated on the device ([Note: the device cache])."""
+    caches_parameter: bool = False
+    """The device has a copy of the offloaded parameter shard, until a step changes it."""
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -166,6 +172,8 @@ class FlatParamSpec:
         shard = BufferSpec(PARAMETER, kind, self.residency.parameters, layout.shard_size, self.dtype)
         if self.master_is_shard:  # stored and counted as a master
             shard = replace(shard, kind=BufferKind.MASTER, dtype=master_dtype(self.dtype))
+        if self.caches_parameter:
+            return [shard, BufferSpec(CACHED_PARAMETER, kind, Tier.DEVICE, layout.shard_size, self.dtype)]
         if plan.node_shard_size == 1:
             return [shard]
         return [shard, BufferSpec(SECONDARY, kind, Tier.DEVICE, layout.total // plan.node_shard_size, self.dtype)]
@@ -181,6 +189,8 @@ class FlatParamSpec:
         # A delayed step reads one gradient while the next one is copied to the host.
         for _ in range(2 if plan.delays_host and self.residency.offloads_states else 1):
             yield BufferSpec(REDUCED_GRADIENT, kind, tier, layout.shard_size, dtype, alias)
+        if self.caches_gradient:
+            yield BufferSpec(CACHED_GRADIENT, kind, Tier.DEVICE, layout.shard_size, dtype)
         if plan.feedback is not None:  # of each hop of a quantized reduction
             node_size = plan.node_size or 1
             numel = layout.total if node_size > 1 else 0

@@ -133,6 +133,8 @@ class Offload:
     aio: Aio = field(default_factory=Aio)
     device_bytes: int | None = None
     host_bytes: int | None = None
+    cache_bytes: int | None = None
+    """Device memory for copies of offloaded state. None: it is measured after the first step."""
 
     @property
     def is_pinned(self) -> bool:
@@ -315,6 +317,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             config.aio,
             device_bytes=int(own.device_memory * GB) if own.device_memory is not None else None,
             host_bytes=int(own.host_memory * GB) if own.host_memory is not None else None,
+            cache_bytes=int(own.device_cache * GB) if own.device_cache is not None else None,
         ),
         loop=Loop(
             manages_accumulation=config.managed_gradient_accumulation,

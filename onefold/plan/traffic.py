@@ -99,9 +99,10 @@ def _copies(
     buffers, states = spec.buffers(plan), spec.residency.states
     first = {buffer.name: buffer for buffer in reversed(buffers)}
     parameter = first[PARAMETER]
-    # With secondary shards only the first all-gather of a step reads the offloaded shard. Secondary shards of frozen
-    # parameters remain valid.
-    gathers = int(spec.trainable) if plan.node_shard_size > 1 else 2 * num_micro_steps
+    # With secondary shards, and from the device cache, only the first all-gather of a step reads the offloaded shard.
+    # Copies of frozen parameters remain valid.
+    is_copied = plan.node_shard_size > 1 or spec.caches_parameter
+    gathers = int(spec.trainable) if is_copied else 2 * num_micro_steps
     yield parameter.tier, Tier.DEVICE, gathers * parameter.num_bytes
     if not spec.trainable or not spec.residency.offloads_states:
         return
@@ -110,16 +111,19 @@ def _copies(
     # the GPU, which adds to them, and back.
     is_summed = device_casts and plan.num_micro_steps > 1
     reduced = plan.precision.of_reduced(spec.dtype, 2 if is_summed else 1, spec.layout.num_shards)
-    yield Tier.DEVICE, gradient.tier, num_micro_steps * gradient.numel * reduced.itemsize
-    if is_summed:
-        yield gradient.tier, Tier.DEVICE, (num_micro_steps - 1) * gradient.numel * reduced.itemsize
+    processor = Tier.DEVICE if device_casts and is_streamed(plan, spec) else Tier.HOST
+    if spec.caches_gradient:
+        yield Tier.DEVICE, processor, gradient.num_bytes
+    else:
+        yield Tier.DEVICE, gradient.tier, num_micro_steps * gradient.numel * reduced.itemsize
+        if is_summed:
+            yield gradient.tier, Tier.DEVICE, (num_micro_steps - 1) * gradient.numel * reduced.itemsize
+        yield gradient.tier, processor, gradient.num_bytes
     if spec.state_spec.as_matrices:  # copied to the device for the update, and back
         yield Tier.HOST, Tier.DEVICE, gradient.numel * MATRIX_ITEMSIZE
         yield Tier.DEVICE, Tier.HOST, gradient.numel * MATRIX_ITEMSIZE
-    # The step: the gradient, the master and the states are copied to the processor, the latter two also back.
-    processor = Tier.DEVICE if device_casts and is_streamed(plan, spec) else Tier.HOST
+    # The step: the master and the states are copied to the processor, and back.
     stepped = sum(buffer.num_bytes for buffer in buffers if buffer.is_stepped)
-    yield gradient.tier, processor, gradient.num_bytes
     yield states, processor, stepped
     yield processor, states, stepped
     if plan.delays_host:  # masters that a delayed step updated are read again when they are used

@@ -21,6 +21,8 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
+from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
+from onefold.plan.device_cache import cached_bytes
 from onefold.plan.traffic import is_streamed
 from onefold.runtime import Schedule, Unit
 
@@ -29,7 +31,7 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
     """Compute the planned bytes of model state in one tier. With `on_device`, as if nothing were offloaded."""
     specs = [param.spec for unit in units for param in unit.params]
     if on_device:
-        specs = [replace(spec, residency=Residency()) for spec in specs]
+        specs = [replace(s, residency=Residency(), caches_gradient=False, caches_parameter=False) for s in specs]
     return count_bytes(specs, plan, tier)
 
 
@@ -105,6 +107,12 @@ def describe(
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
         on_gpus = f", by the GPU {by_gpu:,}" if on_gpu else ""
         lines.append(f"offloaded step    by the host {by_host:,} parameters{on_gpus}")
+    specs = [param.spec for param in params]
+    gradients, parameters = (cached_bytes(specs, plan, [name]) for name in (CACHED_GRADIENT, CACHED_PARAMETER))
+    if gradients or parameters:
+        lines.append(
+            f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)} of these"
+        )
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)

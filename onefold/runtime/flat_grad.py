@@ -138,9 +138,8 @@ class FlatGrad:
 
     @property
     def reduced(self) -> torch.Tensor:
-        """This rank's part of the reduced gradient."""
-        assert self.shard.value is not None, "a step comes after a backward"
-        return self.shard.value
+        """This rank's part of the reduced gradient, where the step reads it."""
+        return self.shard.for_step()
 
     # -- p.grad, as the user sees it ----------------------------------------------------------------------------
 
@@ -165,7 +164,8 @@ class FlatGrad:
             self.shard.wait()
             flat = self.slot if self.slot is not None else self.shard.value
             assert flat is not None
-            if flat.device == self._device:
+            # Offloaded gradients are not exposed, whether or not the device caches them.
+            if flat is self.slot or self.shard.tier is Tier.DEVICE or self._device.type == "cpu":
                 self.shard.forget_square_sum()  # the view may be written to
                 return flat[member.start : member.stop].view(member.shape)
         where = (
@@ -217,18 +217,18 @@ class FlatGrad:
 
     def device_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that store gradients on the device, each once."""
-        held = self.shard.tensors() if self.shard.tier is Tier.DEVICE else []
+        held = self.shard.tensors(Tier.DEVICE)
         slots = [self.slot] if self.slot is not None and all(self.slot is not tensor for tensor in held) else []
         return [*held, *slots, *(self.error.kept.values() if self.error is not None else ())]
 
     @property
     def open_bytes(self) -> int:
         """Bytes of an unsharded gradient that is not reduced yet."""
-        held = self.shard.tensors()
+        held = self.shard.tensors(Tier.DEVICE)
         return self.slot.nbytes if self.slot is not None and all(self.slot is not tensor for tensor in held) else 0
 
     def num_bytes(self, tier: Tier) -> int:
         """Return the bytes of gradients stored in a tier."""
         if tier is Tier.DEVICE:
             return sum(tensor.nbytes for tensor in self.device_tensors())
-        return sum(tensor.nbytes for tensor in self.shard.tensors()) if self.shard.tier is tier else 0
+        return sum(tensor.nbytes for tensor in self.shard.tensors(tier))

@@ -52,7 +52,6 @@ class FlatParam:
         device: torch.device,
         memory: OffloadMemory | None = None,
     ) -> None:
-        self.spec = spec
         self.layout = spec.layout
         self.trainable = spec.trainable
         self.parameters = list(parameters)
@@ -85,6 +84,11 @@ class FlatParam:
     @property
     def dtype(self) -> torch.dtype:
         return self.spec.dtype
+
+    @property
+    def spec(self) -> FlatParamSpec:
+        """The specification that the store was made from, with everything that has changed since."""
+        return self.store.spec
 
     @property
     def grad(self) -> FlatGrad:
@@ -327,7 +331,6 @@ class FlatParam:
         """Change the dtype of the model weight. Only for a flat parameter that no engine trains."""
         was_sharded = self.full.untyped_storage().size() == 0
         self.store.cast(dtype)
-        self.spec = self.store.spec
         if was_sharded:
             self.full = torch.empty(0, dtype=dtype, device=self.device)
             for parameter in self.parameters:

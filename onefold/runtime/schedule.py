@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from onefold.comm import Agreement, AllGatherOp, Collective, Ledger
+from onefold.offload.cache_size import DeviceCache
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan
@@ -53,6 +54,8 @@ class Schedule:
             unit.join(self.context)
         self._plan = plan
         self.memory = memory
+        stores = [param.store for unit in units for param in unit.params]
+        self._cache = DeviceCache(stores, plan, self.agreement, memory.bus.device) if memory is not None else None
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
 
@@ -254,7 +257,9 @@ class Schedule:
             param.store.abandon_step()
 
     def end_step(self) -> None:
-        """End a step. Without overlap, wait for everything it has left in flight."""
+        """End a step after its gradients were dropped. Without overlap, wait for everything it has left in flight."""
+        if self._cache is not None:
+            self._cache.after_step()
         if not self._plan.overlap:
             self.wait_for_step()
 

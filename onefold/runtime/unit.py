@@ -361,9 +361,11 @@ class Unit:
                 for param in unit.trained_params:
                     param.grad.store_reduced(in_flight.pool)
                 unit.grad_state = GradientState.EMPTY
-            if context.before_step and in_flight.collective.group.size > 1:
+            if context.before_step:
                 for param in unit.trained_params:
-                    param.grad.shard.start_square_sum()
+                    param.grad.shard.start_copy()
+                    if in_flight.collective.group.size > 1:
+                        param.grad.shard.start_square_sum()
 
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""

@@ -44,13 +44,18 @@ def run_tiers(dtype: str, accumulation: int, collective: str, who: str = "both")
             ("2 disk", 2, {"offload_optimizer": disk}),
             ("2 host and disk", 2, {"offload_optimizer": {**disk, "max_in_cpu": 50_000}}),
             ("2 half", 2, {"offload_optimizer": {**CPU, "ratio": 0.5}}),
+            ("2 cpu, cached", 2, {"offload_optimizer": CPU}),
+            ("3 cpu cpu, cached", 3, {"offload_optimizer": CPU, "offload_param": CPU}),
+            ("3 cpu cpu, partly cached", 3, {"offload_optimizer": CPU, "offload_param": CPU}),
+            ("3 disk disk, cached", 3, {"offload_optimizer": disk, "offload_param": disk}),
         ]:
+            cache = {"device_cache": 3e-4 if "partly" in name else 1.0 if "cached" in name else 0}
             settings = config(
                 stage,
                 gradient_accumulation_steps=accumulation,
                 gradient_clipping=0.3,
                 zero_optimization={**keys, "overlap_comm": True},
-                onefold={"collective": collective, "offloaded_step": who} if keys else {"collective": collective},
+                onefold={"collective": collective, **({"offloaded_step": who, **cache} if keys else {})},
                 **precision(dtype),
             )
             engine = start(net(width=64, depth=6), settings)

@@ -14,7 +14,8 @@ from onefold.offload.grad_offload import CHUNKS_IN_FLIGHT as SUMS_IN_FLIGHT
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.buffers import FLAT_GRADIENT, REDUCED_GRADIENT
+from onefold.plan.buffers import CACHED_GRADIENT, FLAT_GRADIENT, REDUCED_GRADIENT
+from onefold.plan.device_cache import FILLED, assign_device_cache, cached_bytes
 from onefold.plan.traffic import count_offload_traffic, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
@@ -215,6 +216,10 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
     plan, specs = _place(question, config, found)
     host_room = int(machine.host_memory * HOST_SHARE)
     device = _device_bytes(question, found, plan, specs)
+    if plan.offload.cache_bytes is None and found.trace is not None and not machine.is_cpu:
+        # The engine fills the memory that is left. This is no need: it frees copies if memory is short.
+        limit = min(machine.gpu.memory, plan.offload.device_bytes or machine.gpu.memory)
+        specs = assign_device_cache(specs, plan, int(FILLED * limit) - device.total)
     on_host, on_disk = (count_bytes(specs, plan, tier) for tier in (Tier.HOST, Tier.NVME))
     host_node = machine.gpus * (on_host.total + PROCESS)
     nvme = machine.gpus * on_disk.total
@@ -243,7 +248,8 @@ def _place(question: Question, config: Config, found: DryRun) -> tuple[Plan, lis
     machine = question.machine
     plan = replace(make_plan(config, machine.world), accumulates=found.plan.accumulates, node_size=machine.gpus)
     flat = [spec for unit in found.units for spec in unit]
-    return plan, assign_tiers(flat, plan, host_bytes=int(machine.host_memory * HOST_SHARE) // machine.gpus)
+    assigned = assign_tiers(flat, plan, host_bytes=int(machine.host_memory * HOST_SHARE) // machine.gpus)
+    return plan, assign_device_cache(assigned, plan, plan.offload.cache_bytes or 0)
 
 
 def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence[FlatParamSpec]) -> DeviceBytes:
@@ -254,6 +260,7 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
         max((buffer.num_bytes for spec in specs for buffer in spec.buffers(plan) if buffer.name == name), default=0)
         for name in (FLAT_GRADIENT, REDUCED_GRADIENT)
     )
+    cached = cached_bytes(specs, plan, [CACHED_GRADIENT])
     # On one rank without accumulation the gradient needs no separate sum.
     apart = plan.num_shards > 1 or plan.accumulates
     in_flight = (COPIES_IN_FLIGHT + 1) * flat + (COPIES_IN_FLIGHT * reduced if apart else 0)
@@ -273,7 +280,7 @@ def _device_bytes(question: Question, found: DryRun, plan: Plan, specs: Sequence
     kinds = {
         "parameters": stored.parameters,
         "gathered": peak.gathered,
-        "gradients": gradients,
+        "gradients": gradients + (0 if on_device or question.machine.is_cpu else cached),
         "masters": stored.masters,
         "states": stored.states + found.matrix_bytes,
         "activations": activations,

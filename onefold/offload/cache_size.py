@@ -1,0 +1,61 @@
+"""The size of the device cache, measured while the job runs. See [Note: the device cache] in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from onefold.comm import Agreement
+from onefold.log import format_bytes, logger
+from onefold.offload.shard_store import ShardStore
+from onefold.plan import Plan
+from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
+from onefold.plan.device_cache import FILLED, assign_device_cache, cached_bytes
+
+# The part of the device memory that the job may use before copies are freed.
+_FULL = 0.95
+
+
+class DeviceCache:
+    """Fills the device cache after the first step, and frees a part of it if activations grow later.
+
+    All ranks agree on the size once. A rank that runs out of memory later frees copies on its own: neither bits nor
+    collectives depend on them.
+    """
+
+    def __init__(self, stores: Sequence[ShardStore], plan: Plan, agreement: Agreement, device: torch.device) -> None:
+        self._stores, self._plan, self._agreement, self._device = list(stores), plan, agreement, device
+        self._is_measured = device.type == "cuda" and plan.offload.cache_bytes is None
+        self._is_filled = False
+        self._peak = 0
+
+    def after_step(self) -> None:
+        """Adjust the cache when no gradient is stored. All ranks call this together."""
+        if not self._is_measured:
+            return
+        peak = torch.cuda.max_memory_allocated(self._device)
+        if self._is_filled and peak <= self._peak:
+            return
+        specs, capacity = [store.spec for store in self._stores], self._capacity()
+        cached = cached_bytes(specs, self._plan)
+        room = int(FILLED * capacity) - (peak - cached)
+        if not self._is_filled:
+            room = min(row[0] for row in self._agreement.synchronize("the size of the device cache", [room]))
+        elif peak <= _FULL * capacity or room >= cached:
+            self._peak = peak
+            return
+        self._is_filled, self._peak = True, peak
+        specs = assign_device_cache(specs, self._plan, room)
+        for store, spec in zip(self._stores, specs, strict=True):
+            store.set_cache(spec)
+        if self._agreement.group.rank == 0:
+            gradients, parameters = (
+                format_bytes(cached_bytes(specs, self._plan, [name])) for name in (CACHED_GRADIENT, CACHED_PARAMETER)
+            )
+            logger.info("device cache: gradients %s, parameters %s", gradients, parameters)
+
+    def _capacity(self) -> int:
+        """Return the device memory that this process can use."""
+        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        return min(free, self._plan.offload.device_bytes or free)
