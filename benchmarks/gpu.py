@@ -31,6 +31,8 @@ HEADER = [
     "s/step",
     "min s",
     f"x {REFERENCE}",
+    "tokens/s",
+    "TFLOP/s",
     "peak GPU MiB",
     f"x {REFERENCE}",
     "host RSS MiB",
@@ -93,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, help="tokens a sequence (default: the preset's)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones")
+    parser.add_argument("--device-memory", type=float, help="onefold.device_memory of offloaded systems, in GB")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
@@ -162,7 +165,9 @@ def reference_of(system: str, dtype: str) -> str:
     return f"{name}-bf16" if reduces_in(system, dtype) == "bf16" else name
 
 
-def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
+def make_rows(outcomes: dict[str, list[Outcome]], workload: Workload) -> list[list[str]]:
+    """One row per system. A step takes 6 operations per parameter and token, as is usual without recomputation."""
+    num_tokens = workload.batch * workload.micro_steps * workload.sequence
     reference = best(outcomes.get(REFERENCE, []))
     rows = []
     for system, rounds in outcomes.items():
@@ -176,6 +181,8 @@ def make_rows(outcomes: dict[str, list[Outcome]]) -> list[list[str]]:
                 f"{outcome.step_mean:.4f}",
                 f"{min(outcome.step_seconds):.4f}",
                 ratio(outcome.step_mean, reference and reference.step_mean),
+                f"{num_tokens / outcome.step_mean:,.0f}",
+                f"{6e-12 * outcome.num_parameters * num_tokens / outcome.step_mean:.0f}",
                 f"{whole_peak(outcome):.0f}",
                 ratio(whole_peak(outcome), reference and whole_peak(reference)),
                 f"{outcome.resident_mb:.0f}",
@@ -225,7 +232,8 @@ def describe(job: Job, num_rounds: int) -> dict[str, str]:
     return {
         "model": f"GPT {workload.preset}, {size} parameters, {workload.dtype}",
         "job": f"{where}, {f'{workload.micro_steps} micro-steps of ' if workload.micro_steps > 1 else ''}"
-        f"{workload.batch} x {workload.sequence} tokens {each}; "
+        f"{workload.batch} x {workload.sequence} tokens {each}"
+        f"{f', device_memory {workload.device_memory:g} GB' if workload.device_memory is not None else ''}; "
         f"{num_rounds} rounds of {workload.num_steps} timed steps after {workload.num_warmup_steps}",
     }
 
@@ -234,7 +242,7 @@ def make_table(job: Job, with_ranks: bool) -> str:
     notes = failure_notes(job.outcomes)
     if with_ranks:
         return format_table(RANKS_HEADER, make_ranks_rows(job.outcomes, job.workload.dtype)) + notes
-    return format_table(HEADER, make_rows(job.outcomes)) + notes
+    return format_table(HEADER, make_rows(job.outcomes, job.workload)) + notes
 
 
 def make_report(jobs: list[Job], arguments: argparse.Namespace, details: dict[str, str]) -> str:
@@ -297,6 +305,7 @@ def run_jobs(arguments: argparse.Namespace, details: dict[str, str], environment
                 device="cuda",
                 recompute=arguments.recompute,
                 micro_steps=arguments.micro_steps,
+                device_memory=arguments.device_memory,
             )
             jobs.append(run_job(workload, num_ranks, arguments, environment))
             facts = {**describe(jobs[-1], arguments.rounds), **details}

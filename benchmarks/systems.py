@@ -41,6 +41,8 @@ class Workload:
     seed: int = 1
     micro_steps: int = 1
     """Micro-steps per step. Each has `batch` sequences."""
+    device_memory: float | None = None
+    """`onefold.device_memory` of offloaded systems, in GB."""
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -233,11 +235,15 @@ def _offloaded(
             num = sum(unsharded_shape(parameter).numel() for parameter in model.parameters())
             room = budget if isinstance(budget, float) else (2 + 0.72 * 14) * num / 1e9
             config["onefold"]["device_memory"] = room
+        if workload.device_memory is not None:
+            config["onefold"]["device_memory"] = workload.device_memory
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
         return _engine_loop(engine)
 
     return build
 
+
+IN_BACKWARD = {"step_in_backward": True, "nonfinite_gradients": "ignore"}
 
 # The same with gradients that are added in bf16. These are run where they are named, and are no members of a family.
 REDUCING_IN_BF16: dict[str, Callable[[Construct, Workload], Step]] = {
@@ -278,7 +284,10 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "offload-onefold-2-8bit": _offloaded(2, None, INT8, offload_optimizer=CPU),
     "offload-onefold-2-host": _offloaded(2, None, {"offloaded_step": "host"}, offload_optimizer=CPU),
     "offload-onefold-2-through": _offloaded(2, None, {"offloaded_step": "device"}, offload_optimizer=CPU),
+    "offload-onefold-2-in-backward": _offloaded(2, None, IN_BACKWARD, offload_optimizer=CPU),
     "offload-onefold-3": _offloaded(3, offload_optimizer=CPU, offload_param=CPU),
+    "offload-onefold-3-in-backward": _offloaded(3, None, IN_BACKWARD, offload_optimizer=CPU, offload_param=CPU),
+    "offload-onefold-3-no-cache": _offloaded(3, None, {"device_cache": 0}, offload_optimizer=CPU, offload_param=CPU),
     "offload-onefold-auto": _offloaded(2, SOME_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-roomy": _offloaded(2, ROOMY_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-disk": _offloaded(3, offload_optimizer=DISK),

@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "step-number",
         "onefold/optim/step.py",
-        "step = StepValues(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))",
-        "step = StepValues(self.num_steps + 2, coefficient, groups, skip, self._begin_states(groups))",
+        "step = StepValues(self.num_steps + 1, coefficient, groups, skip, begins)",
+        "step = StepValues(self.num_steps + 2, coefficient, groups, skip, begins)",
         "test_reference.py",
     ),
     Mutation(
@@ -847,7 +847,7 @@ MUTATIONS = [
     Mutation(
         "below-cast-is-not-planned",
         "onefold/plan/traffic.py",
-        "    elif processor is Tier.DEVICE:\n        yield Tier.DEVICE, Tier.HOST, parameter.num_bytes\n",
+        "    elif publisher is Tier.DEVICE:\n        yield Tier.DEVICE, Tier.HOST, parameter.num_bytes\n",
         "",
         "test_device_pass.py -k cross_in_a_step",
     ),
@@ -996,7 +996,7 @@ MUTATIONS = [
     Mutation(
         "states-frozen-too-late",
         "onefold/offload/shard_store.py",
-        "for index in sorted(self._frozen_in_step):",
+        "for index in sorted(self.frozen_in_step):",
         "for index in sorted(self.frozen):",
         "test_states.py -k frozen_after",
     ),

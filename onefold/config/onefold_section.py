@@ -112,6 +112,12 @@ class OnefoldSection:
         "Run the host step during the next forward and backward, which then use weights that are one step old. This "
         "changes the result of the training.",
     )
+    step_in_backward: bool = key(
+        False,
+        "Step offloaded shards as soon as their gradients are reduced, while the backward of earlier units runs. The "
+        "result is the same. It needs `gradient_clipping` 0 and `nonfinite_gradients` ignore, and hyperparameters must "
+        "not change between backward and step.",
+    )
     nccl_error_handling: Literal["onefold", "torch"] = key(
         "onefold",
         "Component that ends NCCL collectives that hang. onefold: the hang detector, which names the ranks, with "

@@ -87,6 +87,8 @@ class TrainState:
             self.abort_backward()
         self.window.divide_by(divisor)
         self.schedule.begin_backward(boundary=self.window.backward_is_last)
+        if self.step is not None and self.window.backward_is_last:
+            self.step.begin_last_backward(self.gradient_factor)
 
     def abort_backward(self) -> None:
         """Drop the gradients of the accumulation window of a backward that raised, and restart the window."""
@@ -95,6 +97,8 @@ class TrainState:
                 f"a backward of this engine was interrupted ({self.interrupted}), so the ranks are inconsistent. Call "
                 "initialize again on every rank, and load the last checkpoint."
             )
+        if self.step is not None:
+            self.step.abort_backward()
         self.schedule.abort_backward()
         self.decision.losses.clear()
         if self.window.restart():
@@ -102,6 +106,8 @@ class TrainState:
 
     def drop_gradients(self) -> None:
         """Drop all accumulated gradients and end their window."""
+        if self.step is not None:
+            self.step.refuse_early("dropping gradients")
         for parameter in self.left_alone:
             parameter.grad = None
         if self.schedule.context.in_backward:

@@ -37,18 +37,18 @@ class GradShard:
         self.wait()
         return square_sum(self.value)
 
-    def start_square_sum(self) -> None:
-        """Start the sum of squares after the last reduction before a step, so that it overlaps the next reduction."""
+    def prepare_step(self, *, with_norm: bool) -> None:
+        """Start to copy the gradient to where the step reads it, after the last reduction before a step.
+
+        `with_norm`: also start its sum of squares, so that it overlaps the next reduction.
+        """
 
     def forget_square_sum(self) -> None:
         """Discard the sum of squares, because the gradient is about to be written by the caller."""
 
-    def start_copy(self) -> None:
-        """Start to copy the gradient to where the step reads it, after the last reduction before a step."""
-
     def for_step(self) -> torch.Tensor:
         """Return the gradient where the step reads it. Its copy may still be in flight (`wait`)."""
-        self.start_copy()
+        self.prepare_step(with_norm=False)
         assert self.value is not None, "a step comes after a backward"
         return self.value
 
@@ -90,8 +90,8 @@ class DeviceGrad(GradShard):
         if slot is not self._slot:
             pool.give_back(slot, key)
 
-    def start_square_sum(self) -> None:
-        if self.value is not None and self.value.is_cuda:
+    def prepare_step(self, *, with_norm: bool) -> None:
+        if with_norm and self.value is not None and self.value.is_cuda:
             self._square = square_sum(self.value)
 
     def square_sum(self) -> torch.Tensor:
@@ -175,6 +175,7 @@ class HostGrad(GradShard):
         return self._own
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
+        self._refuse_change()
         if self.cached is not None and (self.value is None or self.is_on_device):
             if self.value is None:
                 self._wait_for_reader()
@@ -199,12 +200,25 @@ class HostGrad(GradShard):
         started = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)
         self._arriving, self._squares, self._squares_ready = started
 
-    def start_copy(self) -> None:
-        if self.is_on_device and not self._steps_on_device:
-            assert self.cached is not None
+    def prepare_step(self, *, with_norm: bool) -> None:
+        if not self.is_on_device:
+            return
+        assert self.cached is not None
+        if not self._steps_on_device:
             self._wait_for_reader()
             self.value = self._own
             self._arriving, self._squares, self._squares_ready = self._memory.gradients.copy(self.cached, self._own)
+        elif with_norm and self._memory.bus.crosses:
+            self._squares, self._squares_ready = shard_squares(self.cached), COMPLETE
+
+    def _refuse_change(self) -> None:
+        """Raise if the step reads the gradient already, before `step` is called."""
+        if self._reader is not None and self.value is not None:
+            raise RuntimeError(
+                "a gradient is added to or changed after onefold.step_in_backward has stepped its shard. This happens "
+                "if a module runs twice under reentrant checkpointing, or if the program changes gradients between "
+                "backward and step. Set step_in_backward to false."
+            )
 
     def _wait_for_reader(self) -> None:
         """Wait until the step has read the previous gradient."""
@@ -218,11 +232,6 @@ class HostGrad(GradShard):
     def wait(self) -> None:
         self._arriving.synchronize()
 
-    def start_square_sum(self) -> None:
-        if self.is_on_device and self._memory.bus.crosses:
-            assert self.cached is not None
-            self._squares, self._squares_ready = shard_squares(self.cached), COMPLETE
-
     def square_sum(self) -> torch.Tensor:
         if self._squares is None:
             return super().square_sum()
@@ -230,6 +239,7 @@ class HostGrad(GradShard):
         return self._squares.sum()
 
     def forget_square_sum(self) -> None:
+        self._refuse_change()
         self._squares = None
 
     def swap(self) -> None:

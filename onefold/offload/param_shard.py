@@ -210,6 +210,11 @@ class HostShard(ParamShard):
         self._master = master
         self._is_cached = False
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the newest value is the master."""
+        return self._master is not None
+
     def gather_source(self, *, is_overwritten: bool) -> Source:
         return _HostSource(self, is_overwritten=is_overwritten)
 
@@ -291,6 +296,11 @@ class ToHostShard(Publisher):
         set_stale: Callable[[torch.Tensor | None], None],
     ) -> None:
         self._values, self._bus, self._cast_later, self._set_stale = values, bus, cast_later, set_stale
+
+    @property
+    def casts_later(self) -> bool:
+        """Whether the next all-gather casts the master, so that nothing is copied before."""
+        return self._cast_later is not None
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the shard's range, unless the next all-gather casts it."""

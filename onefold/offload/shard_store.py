@@ -57,7 +57,7 @@ class ShardStore:
         # Indices of parameters that the user has frozen since initialize. A step does not change them.
         self.frozen: set[int] = set()
         # The same when the last step was started: an offloaded step may still run when `frozen` changes.
-        self._frozen_in_step: frozenset[int] = frozenset()
+        self.frozen_in_step: frozenset[int] = frozenset()
         # The range of the flat parameter that this rank steps.
         self.start, self.stop = spec.layout.shard_range(rank) if plan.shards_states else (0, spec.layout.total)
         self._plan, self._memory, self._rank = plan, memory, rank
@@ -337,12 +337,12 @@ class ShardStore:
 
     def begin_step(self) -> None:
         """Record which parameters are frozen when the step starts."""
-        self._frozen_in_step = frozenset(self.frozen)
+        self.frozen_in_step = frozenset(self.frozen)
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         """Like `segments`, without the parameters that were frozen when the step started."""
         segments = self.segments(first, last)
-        for index in sorted(self._frozen_in_step):
+        for index in sorted(self.frozen_in_step):
             member = self.spec.layout.members[index]
             low, high = member.start - self.start, round_up(member.stop, PARAMETER_ALIGNMENT) - self.start
             segments = [

@@ -126,7 +126,7 @@ class GpuStream:
             self._number += 1
             with torch.cuda.stream(self._stream):
                 arrival, is_published = self._launch(memory, shard, window, start, stop)
-            publish = None if is_published else partial(_publish_from_host, window, shard.publisher, start, stop)
+            publish = None if is_published else partial(publish_from_host, window, shard.publisher, start, stop)
             self._in_flight.append(_Chunk(arrival, publish, then if stop == window.stop else None))
 
     def run(self, shard: StreamedShard, window: StateWindow) -> None:
@@ -199,7 +199,7 @@ class GpuStream:
         return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_published
 
 
-def _publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:
+def publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:
     """Publish a chunk that is in host memory again."""
     weight = window.master_in(start, stop).weight
     if (memory := publisher.memory(start, stop)) is not None:

@@ -32,9 +32,9 @@ import torch
 from onefold.offload.bus import CopyEvent
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import LastUse, Publisher
+from onefold.offload.param_shard import LastUse, Publisher, ToHostShard
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.gpu_stream import GpuStream, StreamedShard
+from onefold.optim.gpu_stream import GpuStream, StreamedShard, publish_from_host
 from onefold.optim.matrix_exchange import ExchangedMatrices
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
 from onefold.optim.matrix_steps import MatrixUpdate
@@ -72,6 +72,10 @@ class OffloadedStep:
         self._failed: BaseException | None = None
         self._delays = plan.delays_host
         self._delayed: list[tuple[ShardStore, Future[CopyEvent]]] = []
+        # Shards that were stepped during the backward, and whose new weights are not published yet.
+        self._early: dict[ShardStore, Future[CopyEvent]] = {}
+        # Those of them that are streamed, also after they were published.
+        self._early_streamed: list[_StreamTask] = []
         # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
         self._tasks: list[Future[CopyEvent]] = []
 
@@ -128,6 +132,8 @@ class OffloadedStep:
         time.
         """
         self._check()
+        if self._early_streamed:
+            self._memory.stream_worker.submit(self._stream_all, {}, step, None)  # completes them
         gradients = {store: _gradient_of(store).for_step() for store in stores}
         if self._delays:
             for store in stores:
@@ -144,7 +150,9 @@ class OffloadedStep:
                     self._prepared[store] = self._submit("host prepares", store, self._prepare, store, gradient, step)
                     continue
                 task: Future[CopyEvent]
-                if self._is_streamed(store) and store.state_tier is not Tier.NVME:
+                if store in self._early:
+                    task = self._publish(store, self._early.pop(store), last_use)
+                elif self._is_streamed(store) and store.state_tier is not Tier.NVME:
                     streamed[store] = _StreamTask(gradient, task := Future())
                 else:
                     task = self._submit("host step", store, self._step, store, gradient, step, last_use)
@@ -164,7 +172,40 @@ class OffloadedStep:
                 each.fail(self._failed)
             raise
 
-    def _submit(self, what: str, store: ShardStore, work: Callable[..., _Result], *given: Any) -> Future[_Result]:
+    def start_early(self, store: ShardStore, step: StepValues) -> None:
+        """Start to update a shard's master and states during the backward. `start` publishes the new weights."""
+        self._check()
+        grad, last_use = _gradient_of(store), self._memory.bus.now()
+        gradient = grad.for_step()
+        task: Future[CopyEvent]
+        if self._is_streamed(store):
+            self._early_streamed.append(streamed := _StreamTask(gradient, task := Future()))
+            self._memory.stream_worker.submit(self._stream_all, {store: streamed}, step, last_use, is_early=True)
+        else:
+            task = self._submit("host step", store, self._step, store, gradient, step, last_use, is_early=True)
+        self._early[store] = task
+        grad.read_by(task)
+
+    def _publish(self, store: ShardStore, updated: Future[CopyEvent], last_use: LastUse) -> Future[CopyEvent]:
+        """Publish a shard that was updated during the backward. Return the task that completes its step."""
+        publisher = store.publisher(_gradient_of(store).host_memory, last_use)
+        if isinstance(publisher, ToHostShard) and publisher.casts_later:
+            publisher.finish()  # the next all-gather casts the master
+            return updated
+
+        def publish() -> CopyEvent:
+            updated.result()
+            for window in whole_window(store):
+                for start, stop in window.chunks(CHUNK):
+                    publish_from_host(window, publisher, start, stop)
+            return store.set_master_free_event(publisher.finish())
+
+        worker = self._memory.stream_worker if self._is_streamed(store) else self._memory.worker
+        return worker.submit(publish)
+
+    def _submit(
+        self, what: str, store: ShardStore, work: Callable[..., _Result], *given: Any, **named: Any
+    ) -> Future[_Result]:
         """Run a task on the host thread. After an error, all later tasks fail."""
 
         def attempt() -> _Result:
@@ -172,7 +213,7 @@ class OffloadedStep:
                 raise self._failed.with_traceback(None)
             try:
                 with recorded(Track.STEP, what, store.unit_name, numel=store.stop - store.start, by_host=True):
-                    return work(*given)
+                    return work(*given, **named)
             except BaseException as error:
                 self._failed = error
                 raise
@@ -182,8 +223,16 @@ class OffloadedStep:
     # -- on the host thread -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues, last_use: LastUse) -> CopyEvent:
-        publisher = self._publisher(store, last_use)
+    def _step(
+        self,
+        store: ShardStore,
+        gradient: torch.Tensor,
+        step: StepValues,
+        last_use: LastUse,
+        *,
+        is_early: bool = False,
+    ) -> CopyEvent:
+        publisher = self._publisher(store, last_use, is_early=is_early)
         if self._is_streamed(store):
             assert self._stream_of_nvme is not None
             shard = StreamedShard(store, gradient, publisher, step, last_use)
@@ -194,12 +243,15 @@ class OffloadedStep:
         update = partial(self._elementwise.update, store, gradient, step)
         return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
 
-    def _publisher(self, store: ShardStore, last_use: LastUse) -> Publisher:
-        """Wait until the shard may be updated, and return its publisher. A delayed step publishes when collected."""
+    def _publisher(self, store: ShardStore, last_use: LastUse, *, is_early: bool) -> Publisher:
+        """Wait until the shard may be updated, and return its publisher.
+
+        A delayed step publishes when it is collected, and a step under the backward when `start` is called.
+        """
         if not self._delays:  # a delayed step has waited already, and the next gradient may be arriving now
             _gradient_of(store).wait()
         store.wait_until_master_is_free()
-        return Publisher() if self._delays else store.publisher(_gradient_of(store).host_memory, last_use)
+        return Publisher() if self._delays or is_early else store.publisher(_gradient_of(store).host_memory, last_use)
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._nvme is not None and store.state_tier is Tier.NVME:
@@ -224,22 +276,27 @@ class OffloadedStep:
         return self._stream is not None and is_streamed(self._plan, store.spec)
 
     @torch.no_grad()
-    def _stream_all(self, tasks: Mapping[ShardStore, _StreamTask], step: StepValues, last_use: LastUse) -> None:
+    def _stream_all(
+        self, tasks: Mapping[ShardStore, _StreamTask], step: StepValues, last_use: LastUse, *, is_early: bool = False
+    ) -> None:
+        """Stream shards. With `is_early`, the last chunks are left in flight until the next call."""
         assert self._stream is not None
         try:
             for store, (gradient, task) in tasks.items():
                 if self._failed is not None:
                     raise self._failed.with_traceback(None)
                 with recorded(Track.STEP, "device step", store.unit_name, numel=store.stop - store.start, by_host=True):
-                    publisher = self._publisher(store, last_use)
+                    publisher = self._publisher(store, last_use, is_early=is_early)
                     shard = StreamedShard(store, gradient, publisher, step, last_use)
                     for window in whole_window(store):
                         self._stream.start(shard, window, partial(_complete, store, publisher, task))
-            self._stream.finish()
+            if not is_early:
+                self._stream.finish()
+                self._early_streamed.clear()
         except BaseException as error:
             self._failed = self._failed or error
             self._stream.abandon()
-            for each in tasks.values():
+            for each in (*tasks.values(), *self._early_streamed):
                 each.fail(self._failed)
 
     # -- whole matrices: two passes of the pipeline, with an exchange between ranks in between --------------------

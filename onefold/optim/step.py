@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from onefold.errors import ConfigError
 from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.chosen import ChosenOptimizer
+from onefold.optim.early_step import EarlyStep
 from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.instance_step import InstanceStep
@@ -44,8 +46,8 @@ class ShardedStep:
         self.instances = chosen.instances
         self.num_steps = 0
         self.overflow = False
-        # True from the first change of a step until `finish`. Masters and states are inconsistent in between.
-        self.changing = False
+        # True from the first change of a step until `finish`.
+        self._changing = False
         # The name of the exception that interrupted a step, if it was none derived from Exception.
         self.interrupted = ""
         # Whether a user-defined step may have added keys to its groups.
@@ -87,6 +89,14 @@ class ShardedStep:
         if offloaded and chosen.rules:
             assert memory is not None
             self._host = OffloadedStep(chosen.rules, memory, offloaded, plan)
+        self._early: EarlyStep | None = None
+        if plan.steps_in_backward and offloaded:
+            if self._host is None or self._instance_rule is not None:
+                raise ConfigError(
+                    f"onefold.step_in_backward: optimizer {self.name} steps all parameters at once, in its own code. "
+                    "Set step_in_backward to false, or use AdamW, Adam, Lion or SGD"
+                )
+            self._early = EarlyStep(self._host, schedule)
         self._set_begun(frozenset())
         self.matrices: MatrixSteps | None = None
         if chosen.has_matrices:
@@ -94,7 +104,32 @@ class ShardedStep:
                 chosen.rules, self.groups, self.stores, chosen.splits, schedule.in_flight, self._host
             )
 
+    @property
+    def changing(self) -> bool:
+        """Whether a step is under way, so that masters and states are inconsistent."""
+        return self._changing or (self._early is not None and self._early.has_begun)
+
     # -- a step -------------------------------------------------------------------------------------------------
+
+    def begin_last_backward(self, coefficient: float) -> None:
+        """Begin the last backward before a step, during which shards may be stepped with gradients x `coefficient`."""
+        if self._early is not None:
+            self.refuse_early("another backward")
+            groups = self._groups_now()
+            if not (any(self._written.check(groups)) and self._lacks_states(groups)):
+                self._early.begin(
+                    StepValues(self.num_steps + 1, coefficient, groups, begins=self._begin_states(groups))
+                )
+
+    def abort_backward(self) -> None:
+        """Give up after a backward that raised, if shards were stepped in it."""
+        if self._early is not None and self._early.has_begun:
+            self.interrupted = "An error in a backward (with onefold.step_in_backward)"
+
+    def refuse_early(self, what: str) -> None:
+        """Raise if shards were stepped in the last backward, and `step` was not called yet."""
+        if self._early is not None:
+            self._early.refuse(what)
 
     def can_be_decided_later(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step may be queued before the host knows whether it is applied.
@@ -127,7 +162,7 @@ class ShardedStep:
         if any(changed := self._written.check(groups)) and self._rules:
             self._make_required_states(groups, changed)
         self._written.accept(groups)
-        self.changing = True
+        self._changing = True
         try:
             with torch.no_grad(), self._user_code():
                 self._apply(groups, coefficient, skip)
@@ -148,16 +183,23 @@ class ShardedStep:
         """Undo the bookkeeping of the last step, which the device skipped without changing masters or states."""
         self.num_steps -= 1
         self._set_begun(self._begun_before)
-        self.changing = False
+        self._changing = False
 
     def _apply(self, groups: Sequence[Hyper], coefficient: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         schedule = self._schedule
         schedule.wait_for_step()  # all-gathers of the last step read the weights written here
         if self._host is not None:
             self._host.collect()
-            for store in ShardStore.written(self.stores):
+            written = ShardStore.written(self.stores)
+            if self._early is not None:
+                self._early.refuse_writes(written)
+            for store in written:
                 store.take_over_writes()
-        step = StepValues(self.num_steps + 1, coefficient, groups, skip, self._begin_states(groups))
+        begun = self._early.values if self._early is not None else None
+        begins = begun.begins if begun is not None else self._begin_states(groups)
+        step = StepValues(self.num_steps + 1, coefficient, groups, skip, begins)
+        if self._early is not None:
+            self._early.end(step)
         for store in self.stores:
             store.begin_step()
         if self._instance_rule is not None:
@@ -199,6 +241,12 @@ class ShardedStep:
                     f"which {self.name} creates only at initialize. Set the value before initialize."
                 )
         self._make_late_states(required)
+
+    def _lacks_states(self, groups: Sequence[Hyper]) -> bool:
+        """Return whether hyperparameters require states that are not allocated."""
+        allocated = self._allocated_states()
+        required = enumerate(names_of_states(self._rules, groups))
+        return any(not {*names} <= allocated.get(index, {*names}) for index, names in required)
 
     def _allocated_states(self) -> dict[int, set[str]]:
         """Return the names of allocated states, by group. Groups without trained parameters are absent."""
@@ -299,7 +347,7 @@ class ShardedStep:
         with torch.no_grad(), self._user_code():
             if self._instance_rule is not None:
                 self._instance_rule.begin(self._groups_now(), method)
-            self.changing = True
+            self._changing = True
             self.sync_masters()
             offloaded = [store for store in self.stores if store.is_offloaded]
             with self._host.rewriting(offloaded) if self._host is not None else nullcontext(whole_window) as windows:
@@ -309,7 +357,7 @@ class ShardedStep:
             for copy_event in [store.sync_model_weight_from_master() for store in self.stores]:
                 copy_event.synchronize()
             self._gather_all()
-        self.changing = False
+        self._changing = False
 
     def _gather_all(self) -> None:
         """All-gather the parameters after model weights were changed outside a step."""
@@ -352,6 +400,7 @@ class ShardedStep:
 
     def wait_for_host(self) -> None:
         """Wait until the offloaded step is complete. Any thread may call this."""
+        self.refuse_early("access to master weights, optimizer states or gradients")
         if self._host is not None:
             self._host.wait()
 
@@ -376,7 +425,7 @@ class ShardedStep:
 
     def finish(self) -> None:
         """End a step: masters, states and the engine's counters are consistent again."""
-        self.changing = False
+        self._changing = False
 
     # -- states -------------------------------------------------------------------------------------------------
 

@@ -133,11 +133,13 @@ def _copies(
     # The new weights are copied to the parameter. A delayed step, and a user-defined optimizer that steps all shards at
     # once, cast them on the host.
     host_casts = plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
+    # A step under the backward leaves them in host memory until `step` is called.
+    publisher = Tier.HOST if plan.steps_in_backward and states is Tier.HOST else processor
     if parameter.tier is Tier.DEVICE:
-        yield processor, Tier.DEVICE, weight.num_bytes
+        yield publisher, Tier.DEVICE, weight.num_bytes
     elif parameter.tier is Tier.NVME:
         yield Tier.HOST, Tier.NVME, parameter.num_bytes
-    elif processor is Tier.DEVICE:
+    elif publisher is Tier.DEVICE:
         yield Tier.DEVICE, Tier.HOST, parameter.num_bytes
     elif device_casts and states is Tier.HOST and spec.state_spec.master is None and not host_casts:
         # The first all-gather copies the master instead of the parameter, and returns the cast parameter.

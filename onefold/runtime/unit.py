@@ -363,9 +363,8 @@ class Unit:
                 unit.grad_state = GradientState.EMPTY
             if context.before_step:
                 for param in unit.trained_params:
-                    param.grad.shard.start_copy()
-                    if in_flight.collective.group.size > 1:
-                        param.grad.shard.start_square_sum()
+                    param.grad.shard.prepare_step(with_norm=in_flight.collective.group.size > 1)
+                    context.on_reduced(param.store)
 
     def drop_gradients(self) -> None:
         """Discard all gradients of the unit."""

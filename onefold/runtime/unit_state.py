@@ -8,6 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from onefold.comm import Agreement
+from onefold.offload.shard_store import ShardStore
 from onefold.plan import PassPhase, Plan
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives
@@ -111,6 +112,8 @@ class UnitContext:
         self.num_backwards = 0
         # Whether a step follows the present backward.
         self.before_step = False
+        # Called with each shard whose gradient is complete, in the last backward before a step.
+        self.on_reduced: Callable[[ShardStore], None] = lambda store: None
         # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.
         self.cached: PassMember | None = None
         # Kinds of state that `offload_states` has moved off the device, by name.

@@ -204,6 +204,16 @@ def test_bytes_that_cross_in_a_step_equal_the_plan(on_ranks, tmp_path, name, wor
             assert seen["traffic"] == seen["crossing"], variant
 
 
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), more(1, 2), more(2, 1)])
+@pytest.mark.parametrize("own", [{"offloaded_step": "both"}, {"offloaded_step": "device", "device_cache": 1}])
+def test_bytes_that_cross_with_a_step_in_backward_equal_the_plan(on_ranks, tmp_path, own, world, accumulation):
+    names = ["3 cpu cpu", "3 half cpu", "3 cpu disk"]  # on a CPU, others wait for the end of the backward
+    keys = {"onefold": {"step_in_backward": True, "nonfinite_gradients": "ignore", **own}}
+    for found, _ in on_ranks(world, simulated, measure, str(tmp_path), names, "bf16", accumulation, keys):
+        for variant, seen in found.items():
+            assert seen["traffic"] == seen["crossing"], variant
+
+
 def test_bytes_that_cross_follow_the_number_of_micro_steps(on_ranks):
     (((moved, planned), passed),) = on_ranks(1, simulated, later_accumulation)
     assert moved == planned
