@@ -149,7 +149,7 @@ class CommStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._last: Future[None] | None = None
 
     @contextmanager

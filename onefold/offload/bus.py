@@ -60,6 +60,10 @@ class Bus:
             return COMPLETE
         return self.down_together([(source, target)])
 
+    def down_after(self, source: torch.Tensor, target: torch.Tensor, after: CopyEvent) -> CopyEvent:
+        """Copy to the host after another copy, without waiting for the caller's stream."""
+        return self._copy("down", [(source, target)], after.recorded)
+
     def down_together(self, pairs: Pairs) -> CopyEvent:
         """Copy several tensors to the host, with one event."""
         return self._copy("down", pairs, self.now())

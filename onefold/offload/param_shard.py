@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -48,10 +48,10 @@ class Publisher:
     def send(self, master: torch.Tensor, start: int, stop: int) -> None:
         """Publish [start, stop) of the master, which the step has updated and cast into `memory`."""
 
-    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
+    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor, bus: Bus) -> bool:
         """Publish a range that was updated on the GPU, on the caller's stream, and return whether this did so.
 
-        `weight` and `spare`, memory for a cast of it, stay valid until the bus's next device-to-host copy completes.
+        `weight` and `spare`, memory for a cast of it, stay valid until the next device-to-host copy of `bus` completes.
         A publisher that cannot send from the device returns False. The caller then calls `send` once the master is in
         host memory again.
         """
@@ -118,6 +118,10 @@ class ParamShard:
         """Return what publishes an offloaded step to this shard. It may overwrite the gradient."""
         raise NotImplementedError
 
+    def early_publisher(self) -> Publisher:
+        """Return what receives updated weights during a backward, before `step` publishes them."""
+        return Publisher()
+
     def in_own_memory(self) -> ParamShard:
         """Return the shard in memory that outlives the engine."""
         return self
@@ -162,7 +166,7 @@ class ToDevice(Publisher):
         else:
             self._bus.count("up", master.nbytes)
 
-    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
+    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor, bus: Bus) -> bool:
         """Copy within the device, behind the last use of the old weight."""
         if self._last_use is not None:
             torch.cuda.current_stream().wait_event(self._last_use)
@@ -194,9 +198,9 @@ class HostShard(ParamShard):
         # The last copies into the shard, and out of it.
         self._copying: CopyEvent = COMPLETE
         self._reading: CopyEvent = COMPLETE
-        # A copy in the device cache, and whether it has the newest value.
+        # A copy in the device cache, whether it has the newest value, and whether a step writes the next one to it.
         self.cached: torch.Tensor | None = None
-        self._is_cached = False
+        self._is_cached = self._is_written = False
 
     def set_cached(self, *, on: bool) -> None:
         """Store a copy on the device from the next all-gather on, or free it."""
@@ -232,7 +236,7 @@ class HostShard(ParamShard):
         else:
             for source, part in zip(self._master.split(_CAST_SIZE), target.split(_CAST_SIZE), strict=True):
                 self._bus.up_at_once(source, part)
-        if self.cached is not None:
+        if self.cached is not None and not self._is_written:
             self.cached.copy_(target)
             self._is_cached = True
         self._reading = CopyEvent(self._bus.now(blocking=True))
@@ -264,8 +268,34 @@ class HostShard(ParamShard):
 
     def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
         self._is_cached = False
-        cast_later = master.tensor if self._bus.crosses and master.is_plain_tensor else None
-        return ToHostShard(self.values, self._bus, cast_later, self.stale_behind)
+        return ToHostShard(self, master.tensor if self._bus.crosses and master.is_plain_tensor else None)
+
+    def early_publisher(self) -> Publisher:
+        if self.cached is None:
+            return Publisher()
+        self._is_cached, self._is_written = False, True
+        return ToCache(self)
+
+    def write_cached(self, weight: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Cast a range of updated weights into the copy on the device, on the caller's stream, and return it."""
+        assert self.cached is not None
+        self._reading.wait_on_stream()
+        return self.cached[start:stop].copy_(weight)
+
+    def set_newest(self, master: torch.Tensor | None, written: CopyEvent | None) -> None:
+        """Set where the newest value is after a step: in the master, or in `values`.
+
+        With `written`, the end of the last `write_cached`, it is also in the copy on the device.
+        """
+        self.stale_behind(master)
+        self._is_written = False
+        if written is not None:
+            self._is_cached, self._reading = True, written
+
+    def start_copy_of_cached(self, written: CopyEvent) -> None:
+        """Start to copy the newest value from the device to `values`."""
+        assert self.cached is not None
+        self._copying = self._bus.down_after(self.cached, self.values, written)
 
     def in_own_memory(self) -> ParamShard:
         self.refresh()
@@ -281,21 +311,15 @@ class _HostSource:
 
 
 class ToHostShard(Publisher):
-    """Writes a parameter shard in host memory.
+    """Writes a parameter shard in host memory, and its copy on the device if there is one.
 
     Next to a GPU the host skips the cast of the shards that it steps itself (`cast_later` is their master): the GPU is
-    idle during the next all-gather and casts them then. `set_stale` receives the master that is still to be cast, or
-    None.
+    idle during the next all-gather and casts them then.
     """
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        bus: Bus,
-        cast_later: torch.Tensor | None,
-        set_stale: Callable[[torch.Tensor | None], None],
-    ) -> None:
-        self._values, self._bus, self._cast_later, self._set_stale = values, bus, cast_later, set_stale
+    def __init__(self, shard: HostShard, cast_later: torch.Tensor | None) -> None:
+        self._shard, self._cast_later = shard, cast_later
+        self._written: CopyEvent | None = None
 
     @property
     def casts_later(self) -> bool:
@@ -304,20 +328,44 @@ class ToHostShard(Publisher):
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the shard's range, unless the next all-gather casts it."""
-        return self._values[start:stop] if self._cast_later is None else None
+        return self._shard.values[start:stop] if self._cast_later is None else None
 
-    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor) -> bool:
+    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor, bus: Bus) -> bool:
         """Cast on the device and start a device-to-host copy."""
-        target = self._values[start:stop]
-        if weight.dtype != target.dtype:
+        target = self._shard.values[start:stop]
+        if self._shard.cached is not None:
+            weight = self._shard.write_cached(weight, start, stop)
+            self._written = CopyEvent(bus.now(blocking=True))
+        elif weight.dtype != target.dtype:
             weight = spare.view(target.dtype)[: stop - start].copy_(weight)
-        self._bus.down(weight, target)
+        bus.down(weight, target)
         self._cast_later = None
         return True
 
     def finish(self) -> CopyEvent:
-        """Record whether the newest value of the shard is its master."""
-        self._set_stale(self._cast_later)
+        """Record where the newest value of the shard is."""
+        self._shard.set_newest(self._cast_later, self._written)
+        return COMPLETE
+
+
+class ToCache(Publisher):
+    """Writes the device cache during a backward, which computes with the shard in host memory until `publish`."""
+
+    def __init__(self, shard: HostShard) -> None:
+        self._shard = shard
+        self._written: CopyEvent | None = None
+
+    def send_from_device(self, weight: torch.Tensor, start: int, stop: int, spare: torch.Tensor, bus: Bus) -> bool:
+        """Cast into the copy on the device."""
+        self._shard.write_cached(weight, start, stop)
+        self._written = CopyEvent(bus.now(blocking=True))
+        return True
+
+    def publish(self) -> CopyEvent:
+        """Use the new weights from now on. Called once, when `step` is called and the update is complete."""
+        self._shard.set_newest(None, self._written)
+        if self._written is not None:
+            self._shard.start_copy_of_cached(self._written)
         return COMPLETE
 
 

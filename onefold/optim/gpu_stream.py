@@ -2,9 +2,9 @@
 
 [Note: states streamed through the GPU]
 A chunk of gradient, master and states is copied to the GPU, stepped by the kernels that step device-resident states,
-and copied back. Three chunks are in flight: one is copied to the GPU while one is stepped and one is copied to the
-host. The next shard starts while the last one is still being copied. A thread of its own launches the copies and waits
-for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards ([Note:
+and copied back. Several chunks are in flight: some are copied to the GPU while one is stepped and some are copied to
+the host. The next shard starts while the last one is still being copied. A thread of its own launches the copies and
+waits for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards ([Note:
 host and device step together]). Encoded states take a host about forty passes over memory, and a fraction of the bus:
 all of them are streamed. Results have the same bits as with states that are stored on the device.
 """
@@ -31,8 +31,9 @@ from onefold.plan.state_formats import BLOCK
 
 # Bytes of a chunk. Smaller ones take longer to launch; larger ones overlap less.
 CHUNK_BYTES = 1 << 26
-# The number of chunks in flight, each in separate device memory.
-IN_FLIGHT = 3
+# The number of chunks in flight, each in separate device memory. Three would do without kernels of the model, for which
+# the kernels of a chunk wait for up to 3 ms.
+IN_FLIGHT = 6
 # Alignment of the tensors of a chunk, in bytes.
 _ALIGNMENT = 256
 
@@ -104,8 +105,11 @@ class GpuStream:
     """Steps windows of states in host memory on the GPU. Only one thread uses it."""
 
     def __init__(self, rules: Sequence[AnyRule], bus: Bus) -> None:
-        self._elementwise, self._bus = ElementwiseUpdate(rules), bus
-        self._stream = torch.cuda.Stream(bus.device)
+        self._elementwise = ElementwiseUpdate(rules)
+        # Streams of its own: on those of `bus`, chunks would wait behind gradients that the GPU has yet to compute.
+        self._bus = Bus(bus.device, bus.count)
+        # During a backward, the short kernels of a chunk go before the long ones of the model.
+        self._stream = torch.cuda.Stream(bus.device, priority=-1)
         self._chunks = [_ChunkMemory(0, bus.device) for _ in range(IN_FLIGHT)]
         self._in_flight: deque[_Chunk] = deque()
         self._number = 0
@@ -195,7 +199,7 @@ class GpuStream:
         master, *states = [buffer.like(parts) for buffer in buffers]
         chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
         self._elementwise.update(_ShardRange(shard.store, start), gradient, shard.step, chunk, 0, stop - start, None)
-        is_published = shard.publisher.send_from_device(master.weight, start, stop, spare=gradient)
+        is_published = shard.publisher.send_from_device(master.weight, start, stop, gradient, self._bus)
         return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_published
 
 

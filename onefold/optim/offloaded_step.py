@@ -32,7 +32,7 @@ import torch
 from onefold.offload.bus import CopyEvent
 from onefold.offload.grad_shard import HostGrad
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import LastUse, Publisher, ToHostShard
+from onefold.offload.param_shard import LastUse, Publisher, ToCache, ToHostShard
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.gpu_stream import GpuStream, StreamedShard, publish_from_host
 from onefold.optim.matrix_exchange import ExchangedMatrices
@@ -73,7 +73,7 @@ class OffloadedStep:
         self._delays = plan.delays_host
         self._delayed: list[tuple[ShardStore, Future[CopyEvent]]] = []
         # Shards that were stepped during the backward, and whose new weights are not published yet.
-        self._early: dict[ShardStore, Future[CopyEvent]] = {}
+        self._early: dict[ShardStore, tuple[Future[CopyEvent], Publisher]] = {}
         # Those of them that are streamed, also after they were published.
         self._early_streamed: list[_StreamTask] = []
         # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
@@ -151,7 +151,7 @@ class OffloadedStep:
                     continue
                 task: Future[CopyEvent]
                 if store in self._early:
-                    task = self._publish(store, self._early.pop(store), last_use)
+                    task = self._publish(store, *self._early.pop(store), last_use)
                 elif self._is_streamed(store) and store.state_tier is not Tier.NVME:
                     streamed[store] = _StreamTask(gradient, task := Future())
                 else:
@@ -177,17 +177,32 @@ class OffloadedStep:
         self._check()
         grad, last_use = _gradient_of(store), self._memory.bus.now()
         gradient = grad.for_step()
+        publisher = Publisher()
         task: Future[CopyEvent]
         if self._is_streamed(store):
-            self._early_streamed.append(streamed := _StreamTask(gradient, task := Future()))
+            if store.param is not None:
+                publisher = store.param.early_publisher()
+            self._early_streamed.append(streamed := _StreamTask(gradient, task := Future(), publisher))
             self._memory.stream_worker.submit(self._stream_all, {store: streamed}, step, last_use, is_early=True)
         else:
-            task = self._submit("host step", store, self._step, store, gradient, step, last_use, is_early=True)
-        self._early[store] = task
+            task = self._submit("host step", store, self._step, store, gradient, step, last_use, publisher)
+        self._early[store] = task, publisher
         grad.read_by(task)
 
-    def _publish(self, store: ShardStore, updated: Future[CopyEvent], last_use: LastUse) -> Future[CopyEvent]:
-        """Publish a shard that was updated during the backward. Return the task that completes its step."""
+    def _publish(
+        self, store: ShardStore, updated: Future[CopyEvent], received: Publisher, last_use: LastUse
+    ) -> Future[CopyEvent]:
+        """Publish a shard that was updated during the backward. Return the task that completes its step.
+
+        `received` is the publisher of the update.
+        """
+        if isinstance(received, ToCache):
+
+            def use_cache() -> CopyEvent:
+                updated.result()
+                return received.publish()
+
+            return self._memory.stream_worker.submit(use_cache)
         publisher = store.publisher(_gradient_of(store).host_memory, last_use)
         if isinstance(publisher, ToHostShard) and publisher.casts_later:
             publisher.finish()  # the next all-gather casts the master
@@ -229,10 +244,9 @@ class OffloadedStep:
         gradient: torch.Tensor,
         step: StepValues,
         last_use: LastUse,
-        *,
-        is_early: bool = False,
+        early: Publisher | None = None,
     ) -> CopyEvent:
-        publisher = self._publisher(store, last_use, is_early=is_early)
+        publisher = self._publisher(store, last_use, early)
         if self._is_streamed(store):
             assert self._stream_of_nvme is not None
             shard = StreamedShard(store, gradient, publisher, step, last_use)
@@ -243,15 +257,17 @@ class OffloadedStep:
         update = partial(self._elementwise.update, store, gradient, step)
         return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
 
-    def _publisher(self, store: ShardStore, last_use: LastUse, *, is_early: bool) -> Publisher:
-        """Wait until the shard may be updated, and return its publisher.
+    def _publisher(self, store: ShardStore, last_use: LastUse, early: Publisher | None) -> Publisher:
+        """Wait until the shard may be updated, and return its publisher, or that of a step under the backward.
 
-        A delayed step publishes when it is collected, and a step under the backward when `start` is called.
+        A delayed step publishes when it is collected.
         """
         if not self._delays:  # a delayed step has waited already, and the next gradient may be arriving now
             _gradient_of(store).wait()
         store.wait_until_master_is_free()
-        return Publisher() if self._delays or is_early else store.publisher(_gradient_of(store).host_memory, last_use)
+        if self._delays:
+            return Publisher()
+        return early or store.publisher(_gradient_of(store).host_memory, last_use)
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._nvme is not None and store.state_tier is Tier.NVME:
@@ -282,11 +298,11 @@ class OffloadedStep:
         """Stream shards. With `is_early`, the last chunks are left in flight until the next call."""
         assert self._stream is not None
         try:
-            for store, (gradient, task) in tasks.items():
+            for store, (gradient, task, early) in tasks.items():
                 if self._failed is not None:
                     raise self._failed.with_traceback(None)
                 with recorded(Track.STEP, "device step", store.unit_name, numel=store.stop - store.start, by_host=True):
-                    publisher = self._publisher(store, last_use, is_early=is_early)
+                    publisher = self._publisher(store, last_use, early)
                     shard = StreamedShard(store, gradient, publisher, step, last_use)
                     for window in whole_window(store):
                         self._stream.start(shard, window, partial(_complete, store, publisher, task))
@@ -350,6 +366,8 @@ class _StreamTask(NamedTuple):
 
     gradient: torch.Tensor
     result: Future[CopyEvent]
+    early: Publisher | None = None
+    """The publisher of a step under the backward."""
 
     def fail(self, error: BaseException) -> None:
         with suppress(InvalidStateError):  # it is complete

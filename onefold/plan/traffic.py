@@ -102,7 +102,10 @@ def _copies(
     # With secondary shards, and from the device cache, only the first all-gather of a step reads the offloaded shard.
     # Copies of frozen parameters remain valid.
     is_copied = plan.node_shard_size > 1 or spec.caches_parameter
-    gathers = int(spec.trainable) if is_copied else 2 * num_micro_steps
+    processor = Tier.DEVICE if device_casts and is_streamed(plan, spec) else Tier.HOST
+    # The GPU writes the weights of shards that it steps to the cache itself.
+    is_on_device = spec.caches_parameter and spec.residency.offloads_states and processor is Tier.DEVICE
+    gathers = int(spec.trainable and not is_on_device) if is_copied else 2 * num_micro_steps
     yield parameter.tier, Tier.DEVICE, gathers * parameter.num_bytes
     if not spec.trainable or not spec.residency.offloads_states:
         return
@@ -111,7 +114,6 @@ def _copies(
     # the GPU, which adds to them, and back.
     is_summed = device_casts and plan.num_micro_steps > 1
     reduced = plan.precision.of_reduced(spec.dtype, 2 if is_summed else 1, spec.layout.num_shards)
-    processor = Tier.DEVICE if device_casts and is_streamed(plan, spec) else Tier.HOST
     if spec.caches_gradient:
         yield Tier.DEVICE, processor, gradient.num_bytes
     else:
@@ -134,7 +136,8 @@ def _copies(
     # once, cast them on the host.
     host_casts = plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
     # A step under the backward leaves them in host memory until `step` is called.
-    publisher = Tier.HOST if plan.steps_in_backward and states is Tier.HOST else processor
+    waits = plan.steps_in_backward and states is Tier.HOST and not is_on_device
+    publisher = Tier.HOST if waits else processor
     if parameter.tier is Tier.DEVICE:
         yield publisher, Tier.DEVICE, weight.num_bytes
     elif parameter.tier is Tier.NVME:

@@ -36,7 +36,7 @@ LOCK = threading.RLock()
 class Stream:
     """What is put on it is done at once, except on a late one: there when somebody waits for it."""
 
-    def __init__(self, device: Any = None, *, is_late: bool = False) -> None:
+    def __init__(self, device: Any = None, *, priority: int = 0, is_late: bool = False) -> None:
         self.is_late, self.num_done, self._waiting = is_late, 0, deque[Callable[[], Any]]()
 
     @property

@@ -82,9 +82,7 @@ def test_bits_are_those_of_a_step_after_the_backward(on_ranks, tmp_path, world, 
     more({"offloaded_step": "device", "state_dtype": "int8"}),
 ])  # fmt: skip
 def test_bits_below_a_gpu_are_those_of_a_step_after_the_backward(on_ranks, tmp_path, world, accumulation, own):
-    results = on_ranks(
-        world, simulated, run_both, str(tmp_path), STEPPED, accumulation, own
-    )
+    results = on_ranks(world, simulated, run_both, str(tmp_path), STEPPED, accumulation, own)
     check([found for found, _ in results])
 
 
