@@ -68,7 +68,7 @@ class OnefoldSection:
         None,
         "Device memory for copies of offloaded state that save traffic, in GB: gradients that are accumulated or "
         "stepped on the GPU, then parameters. Results do not depend on it. auto: nine tenths of the free memory, or of "
-        "`device_memory` if that is less, minus the peak of the first step. 0 stores no copies.",
+        "`device_memory` if that is less, minus the peak of the first steps. 0 stores no copies.",
         minimum=0,
         auto=True,
     )

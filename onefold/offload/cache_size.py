@@ -18,42 +18,51 @@ _FULL = 0.95
 
 
 class DeviceCache:
-    """Fills the device cache after the first step, and frees a part of it if activations grow later.
+    """Fills the device cache after the first two steps, and frees a part of it if activations grow later.
 
-    All ranks agree on the size once. A rank that runs out of memory later frees copies on its own: neither bits nor
-    collectives depend on them.
+    The peak of the first step contains start-up, and gradients on their way to the host. So it is reset then, and the
+    second step shows what the job needs with the cache. All ranks agree on the size. A rank that runs out of memory
+    later frees copies on its own: neither bits nor collectives depend on them.
     """
 
     def __init__(self, stores: Sequence[ShardStore], plan: Plan, agreement: Agreement, device: torch.device) -> None:
         self._stores, self._plan, self._agreement, self._device = list(stores), plan, agreement, device
         self._is_measured = device.type == "cuda" and plan.offload.cache_bytes is None
-        self._is_filled = False
+        self._num_steps = 0
         self._peak = 0
 
     def after_step(self) -> None:
         """Adjust the cache when no gradient is stored. All ranks call this together."""
         if not self._is_measured:
             return
+        self._num_steps += 1
         peak = torch.cuda.max_memory_allocated(self._device)
-        if self._is_filled and peak <= self._peak:
+        is_settled = self._num_steps > 2
+        if is_settled and peak <= self._peak:
             return
-        specs, capacity = [store.spec for store in self._stores], self._capacity()
+        specs, capacity, self._peak = [store.spec for store in self._stores], self._capacity(), peak
         cached = cached_bytes(specs, self._plan)
         room = int(FILLED * capacity) - (peak - cached)
-        if not self._is_filled:
+        if not is_settled:
             room = min(row[0] for row in self._agreement.synchronize("the size of the device cache", [room]))
-        elif peak <= _FULL * capacity or room >= cached:
-            self._peak = peak
+        elif room >= cached or peak <= _FULL * capacity:
             return
-        self._is_filled, self._peak = True, peak
         specs = assign_device_cache(specs, self._plan, room)
         for store, spec in zip(self._stores, specs, strict=True):
             store.set_cache(spec)
+        if self._num_steps == 1:
+            torch.cuda.reset_peak_memory_stats(self._device)
         if self._agreement.group.rank == 0:
             gradients, parameters = (
                 format_bytes(cached_bytes(specs, self._plan, [name])) for name in (CACHED_GRADIENT, CACHED_PARAMETER)
             )
-            logger.info("device cache: gradients %s, parameters %s", gradients, parameters)
+            logger.info(
+                "device cache: gradients %s, parameters %s; other memory %s of %s",
+                gradients,
+                parameters,
+                format_bytes(peak - cached),
+                format_bytes(capacity),
+            )
 
     def _capacity(self) -> int:
         """Return the device memory that this process can use."""

@@ -4,9 +4,9 @@
 A chunk of gradient, master and states is copied to the GPU, stepped by the kernels that step device-resident states,
 and copied back. Several chunks are in flight: some are copied to the GPU while one is stepped and some are copied to
 the host. The next shard starts while the last one is still being copied. A thread of its own launches the copies and
-waits for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards ([Note:
-host and device step together]). Encoded states take a host about forty passes over memory, and a fraction of the bus:
-all of them are streamed. Results have the same bits as with states that are stored on the device.
+waits for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards
+([Note: host and device step together]). Encoded states take a host about forty passes over memory, and a fraction of
+the bus: all of them are streamed. Results have the same bits as with states that are stored on the device.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from onefold.plan.state_formats import BLOCK
 
 # Bytes of a chunk. Smaller ones take longer to launch; larger ones overlap less.
 CHUNK_BYTES = 1 << 26
-# The number of chunks in flight, each in separate device memory. Three would do without kernels of the model, for which
-# the kernels of a chunk wait for up to 3 ms.
-IN_FLIGHT = 6
+# The number of chunks in flight, each in separate device memory: after a backward, and during one, where each kernel of
+# a chunk waits up to 3 ms for a kernel of the model.
+IN_FLIGHT, IN_FLIGHT_IN_BACKWARD = 6, 12
 # Alignment of the tensors of a chunk, in bytes.
 _ALIGNMENT = 256
 
@@ -104,13 +104,13 @@ class _Chunk:
 class GpuStream:
     """Steps windows of states in host memory on the GPU. Only one thread uses it."""
 
-    def __init__(self, rules: Sequence[AnyRule], bus: Bus) -> None:
+    def __init__(self, rules: Sequence[AnyRule], bus: Bus, num_in_flight: int = IN_FLIGHT) -> None:
         self._elementwise = ElementwiseUpdate(rules)
         # Streams of its own: on those of `bus`, chunks would wait behind gradients that the GPU has yet to compute.
         self._bus = Bus(bus.device, bus.count)
         # During a backward, the short kernels of a chunk go before the long ones of the model.
         self._stream = torch.cuda.Stream(bus.device, priority=-1)
-        self._chunks = [_ChunkMemory(0, bus.device) for _ in range(IN_FLIGHT)]
+        self._chunks = [_ChunkMemory(0, bus.device) for _ in range(num_in_flight)]
         self._in_flight: deque[_Chunk] = deque()
         self._number = 0
 
@@ -124,9 +124,9 @@ class GpuStream:
             then()
             return
         for start, stop in window.chunks(self._reserve(window, shard)):
-            if len(self._in_flight) == IN_FLIGHT:
+            if len(self._in_flight) == len(self._chunks):
                 self._finish_oldest()
-            memory = self._chunks[self._number % IN_FLIGHT]
+            memory = self._chunks[self._number % len(self._chunks)]
             self._number += 1
             with torch.cuda.stream(self._stream):
                 arrival, is_published = self._launch(memory, shard, window, start, stop)

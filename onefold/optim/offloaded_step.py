@@ -34,7 +34,7 @@ from onefold.offload.grad_shard import HostGrad
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.param_shard import LastUse, Publisher, ToCache, ToHostShard
 from onefold.offload.shard_store import ShardStore
-from onefold.optim.gpu_stream import GpuStream, StreamedShard, publish_from_host
+from onefold.optim.gpu_stream import IN_FLIGHT, IN_FLIGHT_IN_BACKWARD, GpuStream, StreamedShard, publish_from_host
 from onefold.optim.matrix_exchange import ExchangedMatrices
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
 from onefold.optim.matrix_steps import MatrixUpdate
@@ -65,8 +65,13 @@ class OffloadedStep:
         self._prepared: dict[ShardStore, Future[torch.Tensor]] = {}
         self._memory, self._plan = memory, plan
         # One stream for the stream thread, and one for the host thread, which streams shards on NVMe.
-        streams = [GpuStream(rules, memory.bus) if memory.bus.crosses else None for _ in range(2)]
-        self._stream, self._stream_of_nvme = streams
+        self._stream = self._stream_of_nvme = None
+        if memory.bus.crosses:
+            num_in_flight = IN_FLIGHT_IN_BACKWARD if plan.steps_in_backward else IN_FLIGHT
+            self._stream, self._stream_of_nvme = (
+                GpuStream(rules, memory.bus, num_in_flight),
+                GpuStream(rules, memory.bus),
+            )
         self._on_nvme = [store for store in stores if store.state_tier is Tier.NVME]
         self.make_nvme_windows()
         self._failed: BaseException | None = None

@@ -11,7 +11,7 @@ Device memory that neither model state nor activations need stores copies that s
 Copies are made in model order: gradients of the first units are reduced last, and the step waits for them. Sums and
 norms have the same bits with and without copies, so free memory never changes a result.
 
-The size is `onefold.device_cache`. By default the ranks measure it after the first step (`offload/cache_size.py`).
+The size is `onefold.device_cache`. By default the ranks measure it after the first two steps (`offload/cache_size.py`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from onefold.config import Config, ConfigError, load_config
 from onefold.offload.grad_offload import CHUNK as SUM_CHUNK
 from onefold.offload.grad_offload import CHUNKS_IN_FLIGHT as SUMS_IN_FLIGHT
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
-from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
+from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT, IN_FLIGHT_IN_BACKWARD
 from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.buffers import CACHED_GRADIENT, FLAT_GRADIENT, REDUCED_GRADIENT
 from onefold.plan.device_cache import FILLED, assign_device_cache, cached_bytes
@@ -305,7 +305,8 @@ def _streamed_chunks(machine: Machine, plan: Plan, specs: Sequence[FlatParamSpec
             largest[tier] = max(largest[tier], needed)
         if plan.accumulates and spec.trainable and spec.residency.offloads_states and not machine.is_cpu:
             sums = max(sums, min(spec.layout.shard_size, SUM_CHUNK) * 4)
-    return IN_FLIGHT * sum(min(each, CHUNK_BYTES) for each in largest.values()) + SUMS_IN_FLIGHT * sums
+    in_flight = {Tier.HOST: IN_FLIGHT_IN_BACKWARD if plan.steps_in_backward else IN_FLIGHT, Tier.NVME: IN_FLIGHT}
+    return sum(in_flight[tier] * min(each, CHUNK_BYTES) for tier, each in largest.items()) + SUMS_IN_FLIGHT * sums
 
 
 def _is_streamed(machine: Machine, plan: Plan, spec: FlatParamSpec) -> bool:
