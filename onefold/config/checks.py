@@ -262,6 +262,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield f"onefold.offloaded_step: it has no effect {cause} {other}"
     if own.delayed_host_step and zero.offload_optimizer.device == "none":
         yield "onefold.delayed_host_step: it has no effect without zero_optimization.offload_optimizer"
+    if "onefold.device_cache" in asked and zero.offload_optimizer.device == zero.offload_param.device == "none":
+        yield "onefold.device_cache: it has no effect without zero_optimization.offload_optimizer or offload_param"
     if own.step_in_backward and zero.offload_optimizer.device == "none":
         yield "onefold.step_in_backward: it has no effect without zero_optimization.offload_optimizer"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:

@@ -33,7 +33,7 @@ from onefold.plan.state_formats import BLOCK
 CHUNK_BYTES = 1 << 26
 # The number of chunks in flight, each in separate device memory: after a backward, and during one, where each kernel of
 # a chunk waits up to 3 ms for a kernel of the model.
-IN_FLIGHT, IN_FLIGHT_IN_BACKWARD = 6, 12
+IN_FLIGHT, IN_FLIGHT_IN_BACKWARD = 3, 12
 # Alignment of the tensors of a chunk, in bytes.
 _ALIGNMENT = 256
 
