@@ -233,7 +233,7 @@ BUDGETS = {
     "compat": 5_150,
     "config": 3_000,
     "engine": 2_700,
-    "offload": 3_020,
+    "offload": 3_220,
     "optim": 5_350,
     "plan": 1_860,
     "report": 1_600,
