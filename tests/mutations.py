@@ -543,14 +543,28 @@ MUTATIONS = [
     # -- the tiers ----------------------------------------------------------------------------------------------
     Mutation(
         "shared-page",
-        "onefold/offload/nvme.py",
-        "is_shared = begin < offset or (last < end and last != tensor_end)",
+        "onefold/offload/drive.py",
+        "is_shared = begin < offset or (last < end and not ends_tensor)",
         "is_shared = begin < offset",
         "test_nvme.py -k 'neighbours or page'",
     ),
     Mutation(
-        "kernel-stops-half-way",
+        "folders-in-equal-parts",
+        "onefold/offload/stripes.py",
+        "counts = [int(_CYCLE * rate / total) for rate in rates]",
+        "counts = [_CYCLE // len(rates) for rate in rates]",
+        "test_nvme_folders.py -k 'proportion or follow'",
+    ),
+    Mutation(
+        "folders-of-one-drive-count-twice",
         "onefold/offload/nvme.py",
+        "self._rates.get(device, 1.0) / devices.count(device) for",
+        "self._rates.get(device, 1.0) for",
+        "test_nvme_folders.py -k share_its_rate",
+    ),
+    Mutation(
+        "kernel-stops-half-way",
+        "onefold/offload/drive.py",
         "moved -= moved % self.page",
         "moved += -moved % self.page",
         "test_nvme.py -k half_way",

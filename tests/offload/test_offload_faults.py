@@ -27,8 +27,8 @@ from test_offload_cases import everything_of, files_in, one_step, our_threads, s
 
 import onefold
 from onefold.offload import host_memory as host
+from onefold.offload.drive import SwapError
 from onefold.offload.host_memory import HostShortage
-from onefold.offload.nvme import SwapError
 from onefold.pool import Pool
 
 KEYS: dict[str, Callable[[str], tuple[int, dict[str, Any]]]] = {
