@@ -570,6 +570,20 @@ MUTATIONS = [
         "test_nvme.py -k half_way",
     ),
     Mutation(
+        "weights-under-a-gradient",
+        "onefold/offload/grad_shard.py",
+        "            self.on_overwrite()\n",
+        "",
+        "test_newest_weights.py",
+    ),
+    Mutation(
+        "weights-in-memory-before-a-write",
+        "onefold/offload/param_shard.py",
+        "        self.forget_memory()\n        self._release_buffers()",
+        "        self._release_buffers()",
+        "test_offload_cases.py -k 'load_state_dict_then or gathered_parameters'",
+    ),
+    Mutation(
         "disk-source-starts-over",
         "onefold/offload/param_shard.py",
         "            self._buffers.give_back(buffer)\n        self._num_started = 0",

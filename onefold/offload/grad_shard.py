@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 import torch
@@ -129,6 +129,8 @@ class HostGrad(GradShard):
         # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
+        # Called before a gradient overwrites the buffer, in which a step may have left the new model weights.
+        self.on_overwrite: Callable[[], None] = lambda: None
         memory.gradients.expect(size)
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
@@ -144,6 +146,7 @@ class HostGrad(GradShard):
         add = self.value is not None
         if not add:
             self.wait()  # the copy of a dropped gradient may still be in flight
+            self.on_overwrite()
         self.value = self._own
         copies = self._memory.gradients
         started = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)

@@ -9,6 +9,10 @@ host memory may be older than its fp32 master: next to a GPU the host updates th
 which makes it during the next all-gather and copies it back to the host. Until then the master is the shard's newest
 value (`stale_behind`), and every other reader of the shard calls `refresh` first, which casts it on the host. If the
 GPU takes the step, it casts at once.
+
+A step casts the 16-bit values of a shard on NVMe into the host memory of its gradient, which it has used, and writes
+them to the file from there. They stay in this memory until the next gradient of the shard is copied into it, which is
+after the first backward. The all-gathers until then read this memory instead of the file.
 """
 
 from __future__ import annotations
@@ -291,7 +295,10 @@ class ToHostShard(Publisher):
 
 
 class DiskShard(ParamShard):
-    """A shard in a file on NVMe. It is read ahead into free page-locked buffers, the rest as buffers become free."""
+    """A shard in a file on NVMe. It is read ahead into free page-locked buffers, the rest as buffers become free.
+
+    After a step it is read from host memory until that is overwritten ([Note: the newest value of a shard]).
+    """
 
     tier = Tier.NVME
     values: DiskTensor
@@ -302,11 +309,28 @@ class DiskShard(ParamShard):
         self._buffers, self._bus = buffers, bus
         self._reading: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._num_started = 0
+        # The values in the memory of the gradient, and the last copy out of it.
+        self._in_memory: torch.Tensor | None = None
+        self._copying: CopyEvent = COMPLETE
 
     def gather_source(self, *, is_overwritten: bool) -> Source:
         return self
 
+    def set_in_memory(self, values: torch.Tensor) -> None:
+        """Set the host memory in which a step has left the values, as they are in the file."""
+        self._in_memory = values
+
+    def forget_memory(self) -> None:
+        """Read the file from the next all-gather on. The caller's stream waits for copies out of the memory."""
+        self._in_memory = None
+        self._copying.wait_on_stream()
+
+    def wait(self) -> None:
+        self._copying.synchronize()
+
     def prefetch(self) -> bool:
+        if self._in_memory is not None:
+            return True
         while self._num_started < len(self._parts):
             buffer = self._buffers.try_take()
             if buffer is None:
@@ -322,7 +346,11 @@ class DiskShard(ParamShard):
         self._reading.append((buffer, part.start_load(buffer[: part.nbytes].view(part.dtype))))
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy the shard to the device on the caller's stream, buffer by buffer."""
+        """Copy the shard to the device on the caller's stream, from memory or buffer by buffer."""
+        if self._in_memory is not None:
+            self._bus.up_at_once(self._in_memory, target)
+            self._copying = CopyEvent(self._bus.now(blocking=True))
+            return
         start = 0
         for part in self._parts:
             self.prefetch()
@@ -333,14 +361,19 @@ class DiskShard(ParamShard):
                 transfer.wait()
             except BaseException:
                 self._buffers.give_back(buffer)
-                self.forget_prefetched()
+                self._release_buffers()
                 raise
             self._bus.up_at_once(buffer[: part.nbytes].view(part.dtype), target[start : start + part.numel()])
             self._buffers.give_back(buffer, self._bus.now())
             start += part.numel()
-        self.forget_prefetched()
+        self._release_buffers()
 
     def forget_prefetched(self) -> None:
+        self.forget_memory()
+        self._release_buffers()
+
+    def _release_buffers(self) -> None:
+        """Wait for all reads, and free their buffers."""
         if self in self._buffers.holders:
             self._buffers.holders.remove(self)
         while self._reading:
@@ -354,25 +387,35 @@ class DiskShard(ParamShard):
         self.values.store(values.to("cpu", self.values.dtype))
 
     def publisher(self, master: Buffer, gradient: torch.Tensor, last_use: LastUse, unstepped: Unstepped) -> Publisher:
-        return ToNvme(self.values, gradient, unstepped)
+        self._in_memory = None
+        return ToNvme(self.values, gradient, unstepped, self.set_in_memory)
 
     def in_own_memory(self) -> ParamShard:
         return HostShard(self.values.load(), self._bus)
 
 
 class ToNvme(Publisher):
-    """Writes a parameter shard on NVMe. 16-bit values are cast into the memory of the gradient, which has been used."""
+    """Writes a parameter shard on NVMe. 16-bit values are cast into the memory of the gradient, which has been used.
 
-    def __init__(self, target: DiskTensor, gradient: torch.Tensor, unstepped: Unstepped) -> None:
-        self._target, self._gradient, self._unstepped = target, gradient, unstepped
+    `set_in_memory` receives this memory at the end. Ranges are published in ascending order, so that no value
+    overwrites a gradient that is still to be used.
+    """
+
+    def __init__(
+        self,
+        target: DiskTensor,
+        gradient: torch.Tensor,
+        unstepped: Unstepped,
+        set_in_memory: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._target, self._unstepped, self._set_in_memory = target, unstepped, set_in_memory
+        is_cast = target.dtype != master_dtype(target.dtype)
+        self._memory = gradient.view(target.dtype)[: target.numel()] if is_cast else None
         self._stores: list[Transfer] = []
 
     def memory(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the gradient's memory, or None if the master is stored as it is."""
-        dtype = self._target.dtype
-        if dtype == master_dtype(dtype):
-            return None
-        return self._gradient[start:stop].view(dtype)[: stop - start]
+        return self._memory[start:stop] if self._memory is not None else None
 
     def send(self, master: torch.Tensor, start: int, stop: int) -> None:
         """Start to write the range to the file."""
@@ -392,6 +435,8 @@ class ToNvme(Publisher):
     def finish(self) -> CopyEvent:
         """Wait for all writes."""
         self.release()
+        if self._memory is not None:
+            self._set_in_memory(self._memory)
         return COMPLETE
 
 
