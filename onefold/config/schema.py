@@ -48,7 +48,9 @@ class SchedulerSection:
 class Aio:
     """Settings of NVMe reads and writes. They have no effect, and get a notice, unless states are offloaded to NVMe."""
 
-    block_size: int = key(1_048_576, "Bytes per request.", minimum=1)
+    block_size: int = key(
+        1_048_576, "Bytes per request, and per unit of the division among several folders.", minimum=1
+    )
     queue_depth: int = key(8, "Requests in flight per thread.", minimum=1)
     intra_op_parallelism: int = key(
         1, "Threads per transfer, each with `queue_depth` requests.", aliases=("thread_count",), minimum=1

@@ -24,8 +24,9 @@ _limit = partial(_renamed, from_stage=3, minimum=0, fraction=True)
 
 
 _NVME_PATH = (
-    "Folder on the NVMe drive, or a list of folders on several drives. Required if `device` is nvme, otherwise "
-    "ignored. `~` and environment variables (`$SCRATCH/swap`) are expanded. A variable that is not set is an error."
+    "Folder on the NVMe drive, or a list of folders on several drives, which are used in proportion to their measured "
+    "rates. Required if `device` is nvme, otherwise ignored. `~` and environment variables (`$SCRATCH/swap`) are "
+    "expanded. A variable that is not set is an error."
 )
 _BUFFER_SIZE = "Elements per buffer. Longer shards are streamed through the buffers."
 _ONE_REDUCTION = "all stages use the same reduction"

@@ -58,13 +58,14 @@ class ModelMemory:
 
     def describe(self) -> str:
         """Return the plan in words: what is replicated, what is sharded, bytes per rank, tier and step."""
-        state = self._state
+        state, memory = self._state, self._state.schedule.memory
         return describe(
             state.schedule.units,
             state.plan,
             {tier: self.planned_bytes(tier) for tier in Tier},
             self.planned_buffers(),
             self.planned_offload_traffic(),
+            memory.num_bytes_in_folders if memory is not None else {},
             state.window.batch,
             state.step.name if state.step is not None else None,
             self.collective_name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 import torch
@@ -152,6 +152,8 @@ class HostGrad(GradShard):
         # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
+        # Called before a gradient overwrites the buffer, in which a step may have left the new model weights.
+        self.on_overwrite: Callable[[], None] = lambda: None
         memory.gradients.expect(size)
 
     def set_cached(self, *, on: bool) -> None:
@@ -195,6 +197,7 @@ class HostGrad(GradShard):
         add = self.value is not None
         if not add:
             self.wait()  # the copy of a dropped gradient may still be in flight
+            self.on_overwrite()
         self.value = self._own
         copies = self._memory.gradients
         started = copies.start(total, self._own, slot, pool, key, add=add, after=self._arriving)
@@ -206,6 +209,7 @@ class HostGrad(GradShard):
         assert self.cached is not None
         if not self._steps_on_device:
             self._wait_for_reader()
+            self.on_overwrite()
             self.value = self._own
             self._arriving, self._squares, self._squares_ready = self._memory.gradients.copy(self.cached, self._own)
         elif with_norm and self._memory.bus.crosses:

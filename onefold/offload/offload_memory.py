@@ -5,6 +5,7 @@ All ranks assign the same tier to each flat parameter.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import torch
 from onefold.comm import Agreement, Ledger, num_ranks_on_node
 from onefold.log import logger
 from onefold.offload.bus import Bus
+from onefold.offload.disk_shard import DiskShard, StagingBuffers
 from onefold.offload.grad_offload import GradOffload
 from onefold.offload.host_memory import PAGE, Arena, available_bytes, check_room, page_aligned
+from onefold.offload.host_shard import HostShard
 from onefold.offload.nvme import DiskTensor, SwapFiles
-from onefold.offload.param_shard import DeviceShard, DiskShard, HostShard, ParamShard, StagingBuffers
+from onefold.offload.param_shard import DeviceShard, ParamShard
 from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.buffers import PARAMETER
 from onefold.plan.device_cache import assign_device_cache
@@ -120,6 +123,8 @@ class OffloadMemory:
         self.gradients = GradOffload(bus)
         self._arena = self.worker.submit(Arena, needs.host_bytes, pinned=self.pinned).result()
         self._swaps: list[SwapFiles] = []
+        # The measured rates of file systems. All swap files of this engine use them.
+        self._rates: dict[int, float] = {}
         self._states = self._reserve(needs.states_on_disk, options.optimizer.nvme_path, rank)
         self._parameters = self._reserve(needs.parameters_on_disk, options.param.nvme_path, rank)
         for swap in self._swaps:
@@ -131,11 +136,19 @@ class OffloadMemory:
         """Reserve tensors on disk, before the files are created."""
         reserved: dict[Need, list[DiskTensor]] = {}
         if needs:
-            swap = SwapFiles(paths, aio=self.options.aio, rank=rank, count=self.bus.count)
+            swap = SwapFiles(paths, aio=self.options.aio, rank=rank, count=self.bus.count, rates=self._rates)
             self._swaps.append(swap)
             for need in needs:
                 reserved.setdefault(need, []).append(swap.reserve(*need))
         return reserved
+
+    @property
+    def num_bytes_in_folders(self) -> dict[str, int]:
+        """The bytes on disk in each folder of `nvme_path`."""
+        found: Counter[str] = Counter()
+        for swap in self._swaps:
+            found.update(swap.num_bytes_in_folders)
+        return dict(found)
 
     def _prepare_thread(self, thread: ThreadPoolExecutor, num_cores: int) -> None:
         num = torch.get_num_threads()

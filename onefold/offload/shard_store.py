@@ -26,10 +26,12 @@ import torch
 from onefold.allocator import zeros_apart
 from onefold.offload.buffer import Buffer
 from onefold.offload.bus import COMPLETE, CopyEvent
+from onefold.offload.disk_shard import DiskShard
 from onefold.offload.grad_shard import DeviceGrad, GradShard, HostGrad
+from onefold.offload.host_shard import HostShard
 from onefold.offload.nvme import DiskTensor
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import DeviceShard, HostShard, LastUse, ParamShard, Publisher, ToDevice
+from onefold.offload.param_shard import DeviceShard, LastUse, ParamShard, Publisher, ToDevice
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck, fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier
@@ -204,6 +206,9 @@ class ShardStore:
         if self.param is not None:
             ends = [0, *(end for s in self.stepped_segments(0, size) for end in (s.start, s.stop)), size]
             unstepped = [(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True) if low < high]
+            if isinstance(self.param, DiskShard):  # it keeps the new values in the gradient's memory
+                assert isinstance(self.grad, HostGrad)
+                self.grad.on_overwrite = self.param.forget_memory
             return self.param.publisher(self.master, gradient, last_use, unstepped)
         assert self.model_weight is not None
         assert self._memory is not None

@@ -48,7 +48,7 @@ class SwapFolder:
             os.makedirs(self.path, exist_ok=True)
             _remove_leftovers(os.path.join(self.path, _SHELF))
         except OSError as error:
-            raise _unusable(self.path, error) from error
+            raise unusable(self.path, error) from error
 
     def make(self, num_bytes: int) -> None:
         """Create the file and allocate its bytes, all zero, so that a full drive is detected before the first step."""
@@ -61,16 +61,20 @@ class SwapFolder:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise _too_small(self.path, num_bytes, _free_bytes(self.path), error.strerror) from error
-            raise _unusable(self.path, error) from error
-        if direct_fd is None:
+            raise unusable(self.path, error) from error
+        self.direct = direct_fd is not None
+        if direct_fd is not None:
+            os.close(fd)
+            self.data_fd = direct_fd
+
+    def warn_if_cached(self) -> None:
+        """Warn if the file does not support O_DIRECT."""
+        if not self.direct:
             logger.warning(
                 "nvme_path %s: its file system does not support O_DIRECT. Swapped tensors use the page cache, which is "
                 "slower and fills host memory",
                 self.path,
             )
-        else:
-            os.close(fd)
-            self.data_fd, self.direct = direct_fd, True
 
     def remove(self) -> None:
         """Remove the folder. The lock is released last, so that other ranks do not treat the folder as a leftover."""
@@ -106,7 +110,7 @@ class SwapFolder:
 
 
 def check_space(folders: Sequence[tuple[SwapFolder, int]]) -> None:
-    """Raise if a file system lacks space for all files of this rank. Several paths may be on one file system."""
+    """Raise if a file system lacks space for its files of this rank. Several paths may be on one file system."""
     on_device: dict[int, list[tuple[SwapFolder, int]]] = {}
     for folder, num_bytes in folders:
         on_device.setdefault(os.stat(folder.path).st_dev, []).append((folder, num_bytes))
@@ -114,7 +118,7 @@ def check_space(folders: Sequence[tuple[SwapFolder, int]]) -> None:
         path, needed = found[0][0].path, sum(num_bytes for _, num_bytes in found)
         free = _free_bytes(path)
         if free is not None and needed > free:
-            raise _too_small(path, needed, free)
+            raise _too_small(path, needed, free, total=sum(num_bytes for _, num_bytes in folders))
 
 
 def _open_direct(path: str) -> int | None:
@@ -197,16 +201,19 @@ def _free_bytes(path: str) -> int | None:
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
-def _too_small(path: str, needed: int, free: int | None, reason: str | None = None) -> ConfigError:
+def _too_small(
+    path: str, needed: int, free: int | None, reason: str | None = None, total: int | None = None
+) -> ConfigError:
     has = "an unknown number" if free is None else f"{free} ({free / 1e9:.2f} GB)"
     said = f" ({reason})" if reason else ""
+    share = f", in proportion to its rate {needed / total:.0%} of all" if total is not None and needed < total else ""
     return ConfigError(
-        f"nvme_path = {path}: this rank needs {needed} bytes ({needed / 1e9:.2f} GB) on that file system, but {has} "
-        f"are free{said}. Free space there, or set nvme_path to a larger drive."
+        f"nvme_path = {path}: this rank needs {needed} bytes ({needed / 1e9:.2f} GB{share}) on that file system, but "
+        f"{has} are free{said}. Free space there, or set nvme_path to a larger drive."
     )
 
 
-def _unusable(path: str, error: OSError) -> ConfigError:
+def unusable(path: str, error: OSError) -> ConfigError:
     where = f" at {error.filename}" if error.filename and error.filename != path else ""
     return ConfigError(
         f"nvme_path = {path}: cannot be used as a swap folder ({error.strerror}{where}). "

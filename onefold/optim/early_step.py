@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.offload.param_shard import HostShard
+from onefold.offload.host_shard import HostShard
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.offloaded_step import OffloadedStep
 from onefold.optim.pipeline import StepValues

@@ -31,8 +31,9 @@ import torch
 
 from onefold.offload.bus import CopyEvent
 from onefold.offload.grad_shard import HostGrad
+from onefold.offload.host_shard import ToCache, ToHostShard
 from onefold.offload.offload_memory import OffloadMemory
-from onefold.offload.param_shard import LastUse, Publisher, ToCache, ToHostShard
+from onefold.offload.param_shard import LastUse, Publisher
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.gpu_stream import IN_FLIGHT, IN_FLIGHT_IN_BACKWARD, GpuStream, StreamedShard, publish_from_host
 from onefold.optim.matrix_exchange import ExchangedMatrices

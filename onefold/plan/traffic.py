@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from onefold.plan.buffers import MASTER, PARAMETER, REDUCED_GRADIENT, FlatParamSpec
+from onefold.plan.buffers import MASTER, PARAMETER, REDUCED_GRADIENT, FlatParamSpec, master_dtype
 from onefold.plan.plan import Plan, Tier
 
 # Bytes per element of the matrices that are sent to their owners and back.
@@ -92,6 +92,22 @@ def count_offload_traffic(
     )
 
 
+def _stays_in_memory(spec: FlatParamSpec, plan: Plan) -> bool:
+    """Return whether the first forward and backward after a step read a shard on NVMe from host memory.
+
+    See [Note: weights that a step leaves in memory].
+    """
+    if not spec.trainable or not spec.residency.offloads_states or spec.residency.parameters is not Tier.NVME:
+        return False
+    is_cast = spec.dtype != master_dtype(spec.dtype) and not spec.weight_is_part_of_master
+    return is_cast and not _host_casts(spec, plan)
+
+
+def _host_casts(spec: FlatParamSpec, plan: Plan) -> bool:
+    """Return whether weights are cast after the step: a delayed one, or one of all shards by a user-defined class."""
+    return plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
+
+
 def _copies(
     spec: FlatParamSpec, plan: Plan, num_micro_steps: int, *, device_casts: bool
 ) -> Iterator[tuple[Tier, Tier, int]]:
@@ -106,7 +122,11 @@ def _copies(
     # The GPU writes the weights of shards that it steps to the cache itself.
     is_on_device = spec.caches_parameter and spec.residency.offloads_states and processor is Tier.DEVICE
     gathers = int(spec.trainable and not is_on_device) if is_copied else 2 * num_micro_steps
-    yield parameter.tier, Tier.DEVICE, gathers * parameter.num_bytes
+    # Memory of the gradient is not overwritten before the last micro-step if the device caches the gradient.
+    num_before_overwritten = gathers if spec.caches_gradient else min(gathers, 2)
+    from_memory = num_before_overwritten if _stays_in_memory(spec, plan) else 0
+    yield Tier.HOST, Tier.DEVICE, from_memory * parameter.num_bytes
+    yield parameter.tier, Tier.DEVICE, (gathers - from_memory) * parameter.num_bytes
     if not spec.trainable or not spec.residency.offloads_states:
         return
     gradient, weight = first[REDUCED_GRADIENT], first[MASTER]
@@ -132,10 +152,8 @@ def _copies(
         yield states, Tier.HOST, weight.num_bytes
     if weight.alias_of is not None:
         return
-    # The new weights are copied to the parameter. A delayed step, and a user-defined optimizer that steps all shards at
-    # once, cast them on the host.
-    host_casts = plan.delays_host or (spec.state_spec.by_own_class and plan.states.tier is not Tier.NVME)
-    # A step under the backward leaves them in host memory until `step` is called.
+    # The new weights are copied to the parameter. A step under the backward leaves them in host memory until `step` is
+    # called.
     waits = plan.steps_in_backward and states is Tier.HOST and not is_on_device
     publisher = Tier.HOST if waits else processor
     if parameter.tier is Tier.DEVICE:
@@ -144,7 +162,7 @@ def _copies(
         yield Tier.HOST, Tier.NVME, parameter.num_bytes
     elif publisher is Tier.DEVICE:
         yield Tier.DEVICE, Tier.HOST, parameter.num_bytes
-    elif device_casts and states is Tier.HOST and spec.state_spec.master is None and not host_casts:
+    elif device_casts and states is Tier.HOST and spec.state_spec.master is None and not _host_casts(spec, plan):
         # The first all-gather copies the master instead of the parameter, and returns the cast parameter.
         yield Tier.HOST, Tier.DEVICE, weight.num_bytes - parameter.num_bytes
         yield Tier.DEVICE, Tier.HOST, parameter.num_bytes

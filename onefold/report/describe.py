@@ -68,11 +68,12 @@ def describe(
     sizes: Mapping[Tier, ModelBytes],
     buffers: BufferBytes,
     offload_traffic: OffloadTraffic,
+    folders: Mapping[str, int],
     batch: Batch,
     optimizer: str | None,
     collective: str,
 ) -> str:
-    """Describe the placement of model state and the bytes of one rank."""
+    """Describe the placement of model state and the bytes of one rank. `folders` has the bytes in each swap folder."""
     params = [param for unit in units for param in unit.params]
     trained = sum(param.layout.numel for param in params if param.trainable)
     frozen = sum(param.layout.numel for param in params if not param.trainable)
@@ -94,6 +95,10 @@ def describe(
         kinds_of_state = ("parameters", "gradients", "masters", "states", "total")
         label = "bytes per rank" if number == 0 else ""
         lines.append(f"{label:<18}{where}{_spell(sizes[tier], kinds_of_state)}")
+    if len(folders) > 1:
+        total = sum(folders.values())
+        shares = (f"{path} {format_bytes(size)} ({size / total:.0%})" for path, size in folders.items())
+        lines.append(f"on NVMe           {', '.join(shares)}")
     slot = sizes[Tier.DEVICE].largest_slot
     if slot:
         lines.append(f"in backward       one more buffer per open unit, at most {format_bytes(slot)} each")

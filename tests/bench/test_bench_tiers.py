@@ -196,7 +196,7 @@ BY_HAND = {
     "optimizer cpu, stepped by the host": ((2, 14, 0), (2, 4, 0, 0), (3, 2, 0), "bus"),
     "optimizer and param cpu": ((0, 16, 0), (2 + 2 + 7.2, 4 + 0.8 + 8.4, 0, 0), (12.2, 0.8, 0), "bus"),
     "optimizer nvme": ((2, 2, 12), (2 + 7.2, 1.6 + 8.4, 12, 12), (9.6, 0.8, 8), "bus"),
-    "optimizer and param nvme": ((0, 2, 14), (2 + 7.2, 4 + 8.4, 12 + 4, 12 + 2), (10.8, 0.8, 10), "bus"),
+    "optimizer and param nvme": ((0, 2, 14), (2 + 7.2, 4 + 8.4, 12, 12 + 2), (10.8, 0.8, 26 / 3), "bus"),
 }
 
 

@@ -14,7 +14,8 @@ from test_offload_cases import VARIANTS, measure
 
 from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
-from onefold.offload.param_shard import HostShard, Publisher
+from onefold.offload.host_shard import HostShard
+from onefold.offload.param_shard import Publisher
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
 from onefold.optim.rules import AdamRule

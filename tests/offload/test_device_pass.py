@@ -24,9 +24,9 @@ from test_states import ADAMW, FORMATS
 from test_states import run_tiers as run_forms
 
 from onefold.engine.model_memory import ModelMemory
-from onefold.offload import host_memory, offload_memory, param_shard
+from onefold.offload import disk_shard, host_memory, offload_memory
 from onefold.offload.bus import Bus, CopyEvent, Pairs
-from onefold.offload.param_shard import HostShard
+from onefold.offload.host_shard import HostShard
 from onefold.optim.gpu_stream import GpuStream
 from onefold.plan import OffloadTraffic, count_offload_traffic
 
@@ -144,7 +144,7 @@ def below_a_gpu() -> Iterator[list[int]]:
             (GpuStream, "_launch", counted),
             (ModelMemory, "planned_offload_traffic", planned_on_gpu),
             *((module, "page_aligned", lambda num_bytes, *, pinned: unpinned(num_bytes, pinned=False))
-              for module in (host_memory, offload_memory, param_shard)),
+              for module in (host_memory, offload_memory, disk_shard)),
         ]:  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, value))
         yield passed

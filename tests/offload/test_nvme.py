@@ -22,8 +22,9 @@ import pytest
 import torch
 
 from onefold.config import Aio, ConfigError
+from onefold.offload.drive import SwapError
 from onefold.offload.host_memory import page_aligned
-from onefold.offload.nvme import SwapError, SwapFiles
+from onefold.offload.nvme import SwapFiles
 
 MIB = 1 << 20
 SMALL = Aio(block_size=8192, queue_depth=4)

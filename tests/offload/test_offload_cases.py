@@ -953,13 +953,15 @@ def rests(engine: onefold.Engine) -> list[tuple[str, str]]:
 def placed(folder: str, asked: list[tuple[int, dict[str, Any], dict[str, Any]]]) -> list[Any]:
     found = []
     for stage, keys, own in asked:
+        aio = {}
         for section in keys.values():
             paths = section.get("nvme_path")
             if isinstance(paths, list):
+                aio = {"aio": {"block_size": 4096}}  # small tensors are divided too
                 section["nvme_path"] = [str(Path(folder, f"rank{rank()}", path)) for path in paths]
             elif paths is not None:
                 section["nvme_path"] = str(Path(folder, f"rank{rank()}", paths))
-        engine = start(net(depth=4), config(stage, zero_optimization=keys, onefold=own, **precision("bf16")))
+        engine = start(net(depth=4), config(stage, zero_optimization=keys, onefold=own, **precision("bf16"), **aio))
         sizes = [run.layout.numel for unit in engine.state.schedule.units for run in unit.trained_params]
         planned = {tier.value: engine.model_memory.planned_bytes(tier) for tier in Tier}
         files = sorted(files_in(Path(folder, f"rank{rank()}")))

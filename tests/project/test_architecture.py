@@ -163,7 +163,7 @@ def test_no_two_modules_have_one_name():
 
 
 # Base classes for other files, and collectives that `comm/fake_group.py` overrides to send nothing.
-SHARED_BASES = {"CollectiveWrapper", "Group", "Exchange", "Native", "AllToAll"}
+SHARED_BASES = {"ParamShard", "Publisher", "CollectiveWrapper", "Group", "Exchange", "Native", "AllToAll"}
 
 
 def test_only_shared_bases_have_subclasses_in_other_files():
@@ -233,9 +233,9 @@ BUDGETS = {
     "compat": 5_150,
     "config": 3_010,
     "engine": 2_700,
-    "offload": 3_260,
+    "offload": 3_570,
     "optim": 5_550,
-    "plan": 1_980,
+    "plan": 2_000,
     "report": 1_600,
     "runtime": 4_700,
     "tools": 8_460,

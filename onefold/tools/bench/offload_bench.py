@@ -272,8 +272,8 @@ def measure_disk(num_bytes: int, paths: Sequence[str]) -> DiskRates:
     on_disk = [swap.reserve(size, torch.uint8) for _ in memory]
 
     def transfer(*reads: bool) -> None:
-        """Read or write the pieces of each drive, alternating as in `reads`."""
-        turns = [reads[index // len(paths) % len(reads)] for index in range(num_pieces)]
+        """Read or write the pieces, alternating as in `reads`. Each piece is divided among all drives."""
+        turns = [reads[index % len(reads)] for index in range(num_pieces)]
         pairs = zip(on_disk, memory, turns, strict=True)
         started = [disk.start_load(host) if read else disk.start_store(host) for disk, host, read in pairs]
         for each in started:
