@@ -233,6 +233,7 @@ BUDGETS = {
     "compat": 5_150,
     "config": 3_000,
     "engine": 2_700,
+    "fsdp": 1_100,
     "offload": 3_020,
     "optim": 5_350,
     "plan": 1_860,
