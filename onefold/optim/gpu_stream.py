@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from onefold.offload.bus import Bus, CopyEvent
 from onefold.offload.param_shard import LastUse, Publisher
-from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
 from onefold.optim.matrix_rules import AnyRule
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
@@ -36,24 +36,40 @@ IN_FLIGHT = 3
 _ALIGNMENT = 256
 
 
+class Streamable(Protocol):
+    """The interface of a shard that `GpuStream` needs, as `ShardStore` implements it."""
+
+    def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
+
+    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]: ...
+
+
 @dataclass(frozen=True)
 class StreamedShard:
-    """A shard, its gradient, and how the result is published."""
+    """A shard, its gradient, and how the result is published.
 
-    store: ShardStore
+    A gradient that is on the GPU already is used in place, and so is a master.
+    """
+
+    store: Streamable
     gradient: torch.Tensor
     publisher: Publisher
     step: StepValues
     last_use: LastUse
+    model_weight: torch.Tensor | None = None
+    """The model weight on the GPU, if the update casts the new master into it instead of the publisher.
+
+    In-place writes to it are copied into the master first.
+    """
 
 
 @dataclass(frozen=True)
 class _ShardRange:
     """A range of a shard, treated as a shard: positions are relative to its start."""
 
-    store: ShardStore
+    store: Streamable
     start: int
-    compared_model_weight = None
+    compared_model_weight: torch.Tensor | None
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         found = self.store.stepped_segments(first + self.start, last + self.start)
@@ -160,7 +176,8 @@ class GpuStream:
         freed while it is still in use there, and the bus's copies do not wait for this stream.
         """
         buffers = (window.master, *window.states.values())
-        per_block = [gradient[:BLOCK].nbytes, *(part.nbytes for buffer in buffers for part in buffer[:BLOCK].parts)]
+        first = [gradient[:BLOCK], *(part for buffer in buffers for part in buffer[:BLOCK].tensors)]
+        per_block = [part.nbytes for part in first if not part.is_cuda]
         size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
         num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
         if any(chunk.num_bytes < num_bytes for chunk in self._chunks):
@@ -177,16 +194,22 @@ class GpuStream:
         """Launch one chunk. Return the event of its copy to the host, and whether it is published."""
         inside = slice(start - window.start, stop - window.start)
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
-        on_host = [part for buffer in buffers for part in buffer.tensors]
-        sources = [shard.gradient[start:stop], *on_host]
-        gradient, *on_device = memory.views_like(sources)
-        self._bus.up_together(list(zip(sources, [gradient, *on_device], strict=True)), shard.last_use).wait_on_stream()
-        parts = iter(on_device)
-        master, *states = [buffer.like(parts) for buffer in buffers]
+        parts = [part for buffer in buffers for part in buffer.tensors]
+        gradient = shard.gradient[start:stop]
+        sources = [tensor for tensor in (gradient, *parts) if not tensor.is_cuda]
+        copies = dict(zip(map(id, sources), memory.views_like(sources), strict=True))
+        pairs = [(source, copies[id(source)]) for source in sources]
+        self._bus.up_together(pairs, shard.last_use).wait_on_stream()
+        gradient, *on_device = (copies.get(id(tensor), tensor) for tensor in (gradient, *parts))
+        remaining = iter(on_device)
+        master, *states = [buffer.like(remaining) for buffer in buffers]
         chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
-        self._elementwise.update(_ShardRange(shard.store, start), gradient, shard.step, chunk, 0, stop - start, None)
+        weight = shard.model_weight[start:stop] if shard.model_weight is not None else None
+        store = _ShardRange(shard.store, start, weight)
+        self._elementwise.update(store, gradient, shard.step, chunk, 0, stop - start, weight)
         is_published = shard.publisher.send_from_device(master.weight, start, stop, spare=gradient)
-        return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_published
+        copied_back = [(copy, part) for copy, part in zip(on_device, parts, strict=True) if copy is not part]
+        return self._bus.down_together(copied_back), is_published
 
 
 def _publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:
