@@ -56,7 +56,6 @@ ELSEWHERE = {
     "env_report.py": "cli/env_report",
     "errors.py": "config/config",
     "fsdp/collectives.py": "comm/wires",
-    "fsdp/fsdp_modules.py": "fsdp/fsdp_stream",
     "gpu_kernels.py": "gpu/gpu_codec gpu/gpu_held_parameters",
     "loader.py": "engine/loader engine/engine",
     "log.py": "engine/engine train/train",
