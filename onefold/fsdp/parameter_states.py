@@ -34,7 +34,10 @@ _ALIGNMENT = 256
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor itself."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local()  # the shard itself, not an alias
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,5 @@ class ParameterStates:
             return local
         # `DTensor.from_local` would copy host memory to the device of the mesh.
         found = torch.empty_like(self.parameter.detach(), dtype=flat.dtype, device="cpu")
-        with torch.no_grad():  # `to_local` returns the shard itself
-            found.to_local().set_(local)  # type: ignore[call-overload]
+        local_tensor(found).set_(local)  # type: ignore[call-overload]
         return found

@@ -320,6 +320,32 @@ def test_step_hooks_and_closures_are_called(on_ranks):
     assert on_ranks(2, hooks_and_closures) == [["pre", "closure", "post"] * 2] * 2
 
 
+def with_scaler() -> tuple[str | None, list[float]]:
+    """A gradient scaler unscales the gradients, and skips the step whose gradients are infinite."""
+    traces, scales = [], []
+    for offloaded in (True, False):
+        model = sharded_net()
+        optimizer = FUSED["AdamW"](model.parameters())
+        if offloaded:
+            optimizer = offload(model, optimizer, ratio=1.0)
+        scaler = torch.amp.GradScaler(local_device().type, init_scale=2.0**8)
+        losses = []
+        for number, (x, y) in enumerate(batches(4)):
+            loss = model(x, y)
+            scaler.scale(loss * (torch.inf if number == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        traces.append(Trace(losses, [], local(model)))
+        scales.append(scaler.get_scale())
+    return first_difference(*traces), scales
+
+
+def test_a_gradient_scaler_works(on_ranks):
+    assert on_ranks(2, with_scaler) == [(None, [2.0**7] * 2)] * 2
+
+
 # -- state dicts and checkpoints ---------------------------------------------------------------------------------------
 
 
@@ -400,7 +426,7 @@ def load(folder: str, dtype: str, how: dict[str, Any] | None) -> tuple[list[floa
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     found = {
-        f"{name} {key}": (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
+        f"{name} {key}": (value.to(local_device()).full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
         for name, values in get_optimizer_state_dict(model, optimizer)["state"].items()
         for key, value in values.items()
     }
