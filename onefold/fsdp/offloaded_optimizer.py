@@ -18,10 +18,11 @@ FSDP2 module waits for its parameters, so that the rest of the step overlaps the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -89,8 +90,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name in _HOOKS:
             setattr(self, name, getattr(optimizer, name))
         self._device = next(iter(self._stores)).device
-        self.bytes_up = self.bytes_down = 0
-        self._bus = Bus(self._device, self._count)
+        self._copied: Counter[str] = Counter()
+        self._bus = Bus(self._device, partial(_count, self._copied))
         self._elementwise = ElementwiseUpdate(self._rules)
         self._stream = GpuStream(self._rules, self._bus) if self._bus.crosses else None
         if ratio != "auto":
@@ -104,7 +105,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._thread is not None:
             self._thread.submit(torch.cuda.set_device, self._device).result()
             self._wait_in_forwards(model)
-        self._plain = optimizer
+        # The user's optimizer keeps this one alive. A reference back would keep both until a garbage collection.
+        self._plain = weakref.ref(optimizer)
         self._forward_from(optimizer)
         optimizer.offloaded_by = self  # type: ignore[attr-defined]
 
@@ -131,8 +133,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             def call(_: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
                 return getattr(self, name)(*args, **kwargs)
 
-            # A scheduler has marked `step`, and wraps `__func__` of the method.
-            setattr(optimizer, name, MethodType(wraps(getattr(method, "__func__", method))(call), optimizer))
+            forward = wraps(getattr(method, "__func__", method))(partial(call, None))
+            forward.__func__ = call  # type: ignore[attr-defined] # a scheduler wraps `__func__` of a bound method
+            setattr(optimizer, name, forward)
 
     # -- placement ------------------------------------------------------------------------------------------------
 
@@ -208,40 +211,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.synchronize()
         if not self._is_decided:
             self._decide_by_memory()
-        self.synchronize()
+        elif any(not store.is_placed for store in self._with_gradients()):  # unfrozen since the last step
+            self._place()
         hypers = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        steps = [(store, _flat_gradient(store), self._begin(store, hypers)) for store in self._with_gradients()]
         last_use = self._bus.now()
         streamed: dict[ParameterStates, StreamedShard] = {}
-        for store, gradient in self._with_gradients():
-            values, weight = self._begin(store, hypers), store.model_weight
+        for store, gradient, values in steps:
+            weight, window = store.model_weight, store.window()
             if store.is_offloaded and self._stream is not None:
                 streamed[store] = StreamedShard(store, gradient, Publisher(), values, last_use, weight)
             else:
-                window = store.window()
                 self._elementwise.update(store, gradient, values, window, 0, window.stop, weight)
         if self._thread is not None:
             self._under_way = {store: Future() for store in streamed}
             self._thread.submit(self._stream_in_background, streamed, self._under_way)
         elif streamed:
             self._stream_all(streamed)
-        # torch's schedulers warn unless they see that the optimizer they were made for has stepped.
-        self._plain._opt_called = True  # type: ignore[attr-defined]
+        if (plain := self._plain()) is not None:
+            # torch's schedulers warn unless they see that the optimizer they were made for has stepped.
+            plain._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    def _with_gradients(self) -> Iterator[tuple[ParameterStates, torch.Tensor]]:
-        """Iterate over the shards that have a gradient, with their flat gradients."""
-        for parameter, store in self._stores.items():
-            if parameter.grad is None:
-                continue
-            if not store.is_placed:  # unfrozen since the last step
-                self._place()
-            gradient = local_tensor(parameter.grad)
-            if gradient.is_sparse:
-                raise RuntimeError(f"the gradient of {store.name} is sparse. Use dense gradients.")
-            if gradient.numel():
-                yield store, gradient.reshape(-1)
+    def _with_gradients(self) -> list[ParameterStates]:
+        """Return the shards that are stepped."""
+        return [store for parameter, store in self._stores.items() if parameter.grad is not None]
 
     def _begin(self, store: ParameterStates, hypers: Sequence[Hyper]) -> StepValues:
         """Count a step of one shard, and return its values."""
@@ -318,11 +315,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         super().zero_grad(set_to_none)
 
-    def _count(self, way: str, num_bytes: int) -> None:
-        if way == "up":
-            self.bytes_up += num_bytes
-        else:
-            self.bytes_down += num_bytes
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that all steps have copied from the host to the device."""
+        return self._copied["up"]
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that all steps have copied from the device to the host."""
+        return self._copied["down"]
 
     # -- state dicts ----------------------------------------------------------------------------------------------
 
@@ -371,6 +372,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 continue
             store.load(values)
             self.state[store.parameter][STEP_KEY].fill_(store.num_steps)
+
+
+def _flat_gradient(store: ParameterStates) -> torch.Tensor:
+    gradient = store.parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise RuntimeError(f"the gradient of {store.name} is sparse. Use dense gradients.")
+    return local_tensor(gradient).reshape(-1)
+
+
+def _count(copied: Counter[str], way: str, num_bytes: int) -> None:
+    copied[way] += num_bytes
 
 
 def _nothing() -> None:

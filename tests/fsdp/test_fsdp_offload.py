@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -467,6 +470,52 @@ def test_checkpoints_are_exchanged_with_fsdp2_without_offload(on_ranks, tmp_path
         folder = str(tmp_path / ("offloaded" if first else "plain"))
         expected = on_ranks(2, save, folder, "fp32", first, 2)
         assert [losses for losses, _ in on_ranks(2, load, folder, "fp32", second)] == expected
+
+
+def empty_shards() -> tuple[list[int], str | None]:
+    """A parameter with fewer rows than ranks: its steps, and what differs after a resume."""
+    traces: list[Any] = []
+    saved: dict[str, Any] = {}
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)).to(local_device())
+        fully_shard(model, mesh=dist.init_device_mesh(local_device().type, (dist.get_world_size(),)))
+        optimizer = offload(model, FUSED["AdamW"](model.parameters()), 1.0)
+        for step in range(3):
+            if resumes and step == 1:
+                optimizer.load_state_dict(saved)
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(local_device())
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0 and not resumes:
+                saved = copy.deepcopy(optimizer.state_dict())
+        traces.append(local(model))
+    steps = [int(values["step"]) for values in optimizer.state_dict()["state"].values()]
+    return steps, first_difference(*traces)
+
+
+def test_empty_shards_count_steps(on_ranks):
+    assert on_ranks(2, empty_shards) == [([3] * 4, None)] * 2
+
+
+def freed() -> int:
+    """Optimizers that are still alive after the last reference to them is gone, without a garbage collection."""
+    gc.disable()
+    try:
+        model = sharded_net()
+        optimizer = FUSED["AdamW"](model.parameters())
+        alive = weakref.ref(offload(model, optimizer, 1.0))
+        train(model, optimizer, 1)
+        assert alive() is not None, "the given optimizer keeps it"
+        del optimizer
+        return int(alive() is not None)
+    finally:
+        gc.enable()
+
+
+def test_states_are_freed_with_the_optimizer(on_ranks):
+    assert on_ranks(2, freed) == [0, 0]
 
 
 def full_state_dict(dtype: str) -> str | None:

@@ -4,6 +4,7 @@ that share it: bits, bytes and checkpoints.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,6 +143,7 @@ CHUNK = 1 << 20
 def measure(dtype: str, ratio: float, states: str) -> tuple[int, int, int, int, bool]:
     """Allocated bytes on the device after two steps; bytes of states on the host, on the device; bytes copied up."""
     with mock.patch.object(gpu_stream, "CHUNK_BYTES", CHUNK):
+        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         model = sharded_net(dtype, width=512, depth=4)
