@@ -1,9 +1,10 @@
 """Which optimizer states are offloaded: a fraction of them, or as many as must be. No tensors.
 
 [Note: the ratio]
-Parameters are offloaded in model order until they have the fraction `ratio` of all elements, so the choice is the same
-on every rank. Small parameters stay on the device: they need next to no memory, and a copy takes as long as that of a
-larger one. The choice does not change any result: the device steps all states with the same kernels.
+Parameters are offloaded from the last to the first until they have the fraction `ratio` of all elements, so the choice
+is the same on every rank, and a non-blocking step has the first modules of the next forward ready at once. Small
+parameters stay on the device: they need next to no memory, and a copy takes as long as that of a larger one. The choice
+does not change any result: the device steps all states with the same kernels.
 
 With `ratio="auto"` the ratio is chosen in the first step, when the first backward has shown how much device memory
 training needs. Each rank computes the fraction of its states that does not fit, and the largest one is used by all.
@@ -24,11 +25,12 @@ def choose_offloaded(numels: Sequence[int], ratio: float, min_numel: int) -> lis
 
     Parameters with fewer than `min_numel` elements are not.
     """
-    wanted, chosen, offloaded = ratio * sum(numels), 0, []
-    for numel in numels:
-        is_offloaded = numel >= min_numel and chosen < wanted
-        chosen += numel * is_offloaded
-        offloaded.append(is_offloaded)
+    wanted, chosen = ratio * sum(numels), 0
+    offloaded = [False] * len(numels)
+    for index in reversed(range(len(numels))):
+        if numels[index] >= min_numel and chosen < wanted:
+            offloaded[index] = True
+            chosen += numels[index]
     return offloaded
 
 

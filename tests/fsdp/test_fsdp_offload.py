@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -585,9 +587,9 @@ def test_host_memory_has_the_documented_bytes(on_ranks, dtype, per_element):
 
 @pytest.mark.parametrize(
     ("ratio", "expected"),
-    [(1.0, [True, False, True, True]), (0.0, [False] * 4), (0.5, [True, False, True, False])],
+    [(1.0, [True, False, True, True]), (0.0, [False] * 4), (0.5, [False, False, True, True])],
 )
-def test_parameters_are_offloaded_in_model_order(ratio, expected):
+def test_the_last_parameters_are_offloaded(ratio, expected):
     assert choose_offloaded([400, 1, 400, 399], ratio, min_numel=2) == expected
 
 
@@ -662,6 +664,19 @@ def test_errors_name_what_is_wrong(on_ranks):
     assert found.keys() == expected.keys()
     for name, text in expected.items():
         assert text in found[name], name
+
+
+@pytest.mark.program
+def test_the_example_runs(tmp_path):
+    """It trains, saves, and resumes on another number of ranks."""
+    for world, expected in ((2, "step 20: loss"), (1, "resumed at step 20")):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        script = Path(__file__).parents[2] / "examples" / "fsdp2_offload.py"
+        done = subprocess.run(
+            [*command, str(script), str(tmp_path / "checkpoint")], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
 
 
 def test_offload_is_public():
