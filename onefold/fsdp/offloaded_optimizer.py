@@ -8,8 +8,8 @@ through the GPU ([Note: states streamed through the GPU]): a chunk of states is 
 fused kernel together with the parameter and its gradient in place, and copied back, while the next chunk is copied to
 the device. A step is bound by the bus: 8 bytes per fp32 parameter and direction with Adam.
 
-The kernel and its order are those of `torch.optim.AdamW(fused=True)`, so results are bit-equal to that optimizer
-without offload, whatever the ratio.
+The kernel is that of `torch.optim.AdamW(fused=True)`, so results are bit-equal to that optimizer without offload,
+whatever the ratio.
 
 `step()` returns when the parameters are updated. With `non_blocking=True` it returns at once, and the forward of each
 FSDP2 module waits for its parameters, so that the rest of the step overlaps the forward.
@@ -41,6 +41,7 @@ from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT, GpuStream, Streamed
 from onefold.optim.pipeline import ElementwiseUpdate, StepValues
 from onefold.optim.rules import Hyper, Rule
 from onefold.plan.state_formats import StateFormats
+from onefold.runtime.torch_internals import outside_compiler
 
 # Methods of the user's optimizer that are forwarded, so that code that still holds it works.
 _FORWARDED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -84,6 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._is_decided = False
         # The shards that the thread of a non-blocking step has not finished.
         self._under_way: dict[ParameterStates, Future[None]] = {}
+        self._failed: BaseException | None = None
         saved = optimizer.state_dict() if optimizer.state else None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
@@ -156,23 +158,35 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _decide(self, ratio: float) -> None:
         self._ratio, self._is_decided = ratio, True
-        self._place()
+        self._place(moves=True)
 
-    def _place(self) -> None:
-        """Allocate all states that are not allocated yet, and move those that the ratio places elsewhere."""
+    def _place(self, *, moves: bool = False) -> None:
+        """Allocate the states that are not allocated yet. All ranks call this together if there are any.
+
+        With `moves`, states that the ratio places elsewhere are moved. Until "auto" has decided, all are offloaded.
+        """
         trained = [store for store in self._stores.values() if store.parameter.requires_grad]
-        offloaded = self._offloaded(trained)
-        check_host_memory(
-            sum(s.num_bytes for s, down in zip(trained, offloaded, strict=True) if down and not s.is_placed)
-        )
-        for store, offload in zip(trained, offloaded, strict=True):
+        ratio = self._ratio if self._ratio != "auto" else 1.0
+        offloaded = [True] * len(trained)  # the memory of a CPU rank is host memory
+        if self._bus.crosses:
+            offloaded = choose_offloaded([store.parameter.numel() for store in trained], ratio, MIN_NUMEL)
+        placed = {
+            store: offload for store, offload in zip(trained, offloaded, strict=True) if moves or not store.is_placed
+        }
+        if any(not store.is_placed for store in placed):
+            self._check_host_memory(sum(s.num_bytes for s, offload in placed.items() if offload and not s.is_placed))
+        for store, offload in placed.items():
             store.place(offload=offload)
 
-    def _offloaded(self, stores: Sequence[ParameterStates]) -> list[bool]:
-        if not self._bus.crosses:  # the device's memory is host memory
-            return [True] * len(stores)
-        ratio = self._ratio if self._ratio != "auto" else 1.0
-        return choose_offloaded([store.parameter.numel() for store in stores], ratio, MIN_NUMEL)
+    def _check_host_memory(self, num_bytes: int) -> None:
+        """Raise on all ranks if those of a node need more host memory than is available."""
+        self._largest_of_ranks(0.0)  # no rank allocates before all have counted what is available
+        num_ranks, free = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())), available_bytes()
+        if self._largest_of_ranks(num_bytes * num_ranks / free) > 1:
+            raise HostShortage(
+                f"onefold.fsdp.offload needs {num_bytes / 1e9:.2f} GB of host memory on each of {num_ranks} ranks, but "
+                f'a node has less: this one {free / 1e9:.2f} GB. Use a smaller ratio, states="int8", or more nodes.'
+            )
 
     def _decide_by_memory(self) -> None:
         """Choose the ratio from the device memory that the first backward needed. All ranks call this together."""
@@ -194,10 +208,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _largest_of_ranks(self, value: float) -> float:
         """Return the largest value of all ranks that shard a parameter of this optimizer."""
         found = torch.tensor(value, dtype=torch.float64, device=self._device)
-        meshes = {
-            store.parameter.device_mesh for store in self._stores.values() if isinstance(store.parameter, DTensor)
-        }
-        for mesh in sorted(meshes, key=lambda mesh: mesh.mesh.flatten().tolist()):
+        parameters = [parameter for parameter in self._stores if isinstance(parameter, DTensor)]
+        for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters):
             for dim in range(mesh.ndim):
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         return float(found)
@@ -212,23 +224,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
+        if self._failed is not None:
+            raise RuntimeError(
+                f"an earlier step failed ({type(self._failed).__name__}: {self._failed}), so only some parameters are "
+                "updated. Load a checkpoint into a new model and optimizer."
+            ) from self._failed
         if not self._is_decided:
             self._decide_by_memory()
         elif any(not store.is_placed for store in self._with_gradients()):  # unfrozen since the last step
             self._place()
-        hypers = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        hypers = [_values_of(group) for group in self.param_groups]
         steps = [(store, _flat_gradient(store), self._begin(store, hypers)) for store in self._with_gradients()]
         last_use = self._bus.now()
         streamed: dict[ParameterStates, StreamedShard] = {}
         for store, gradient, values in steps:
             weight, window = store.model_weight, store.window()
-            if store.is_offloaded and self._stream is not None:
+            if store.is_offloaded and store.num_bytes and self._stream is not None:
                 streamed[store] = StreamedShard(store, gradient, Publisher(), values, last_use, weight)
             else:
                 self._elementwise.update(store, gradient, values, window, 0, window.stop, weight)
         if self._thread is not None:
             self._under_way = {store: Future() for store in streamed}
-            self._thread.submit(self._stream_in_background, streamed, self._under_way)
+            self._thread.submit(self._stream_in_background, streamed, dict(self._under_way))
         elif streamed:
             self._stream_all(streamed)
         if (plain := self._plain()) is not None:
@@ -267,7 +284,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 then = partial(tasks[store].set_result, None) if tasks is not None else _nothing
                 self._stream.start(shard, store.window(), then)
             self._stream.finish()
-        except BaseException:
+        except BaseException as error:
+            self._failed = error
             self._stream.abandon()
             raise
 
@@ -299,6 +317,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for module, parameters in parameters_by_module(model).items():
             stores[module] = [self._stores[parameter] for parameter in parameters if parameter in self._stores]
 
+        @outside_compiler
         def wait(module: nn.Module, *_: Any) -> None:
             if self._under_way:
                 for gathered in modules_gathered_with(module):
@@ -374,6 +393,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.state[store.parameter][STEP_KEY].fill_(store.num_steps)
 
 
+def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the hyperparameters of a group, as numbers: a scheduler may change them before the step ends."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
 def _flat_gradient(store: ParameterStates) -> torch.Tensor:
     gradient = store.parameter.grad
     assert gradient is not None
@@ -388,14 +416,3 @@ def _count(copied: Counter[str], way: str, num_bytes: int) -> None:
 
 def _nothing() -> None:
     """Do nothing after a window is in host memory again."""
-
-
-def check_host_memory(num_bytes: int) -> None:
-    """Raise if the ranks of this node need more host memory than is available."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    free = available_bytes()
-    if num_bytes * num_ranks > free:
-        raise HostShortage(
-            f"onefold.fsdp.offload needs {num_bytes / 1e9:.2f} GB of host memory x {num_ranks} ranks on this node, but "
-            f'{free / 1e9:.2f} GB are available. Use a smaller ratio, states="int8", or more nodes.'
-        )

@@ -19,6 +19,7 @@ from torch import nn
 
 from onefold.fsdp import OffloadedOptimizer, offload
 from onefold.fsdp import offloaded_optimizer as module_under_test
+from onefold.offload.host_memory import HostShortage
 from onefold.optim import gpu_stream
 
 
@@ -197,25 +198,48 @@ def test_readers_of_states_wait_for_a_step(on_ranks):
     assert on_ranks(2, others_wait) == [[True] * 4] * 2
 
 
-def fail() -> list[str]:
-    """The error of a background step is raised by everything that waits for it."""
+def fail(non_blocking: bool) -> list[str]:
+    """Errors after a step that failed: of everything that waits for a background step, and of later steps."""
     found = []
     with streaming():
         model = sharded_net()
-        optimizer = offload(model, FUSED["AdamW"](model.parameters()), 1.0, non_blocking=True)
+        optimizer = offload(model, FUSED["AdamW"](model.parameters()), 1.0, non_blocking=non_blocking)
         one_backward(model)
         with mock.patch.object(gpu_stream.GpuStream, "_launch", side_effect=OSError("the bus is broken")):
-            optimizer.step()
-            for call in (optimizer.synchronize, optimizer.step, lambda: one_backward(model)):
-                try:
-                    call()
-                except OSError as error:
-                    found.append(str(error))
+            try:
+                optimizer.step()
+            except OSError as error:
+                found.append(str(error))
+        for call in (optimizer.synchronize, optimizer.step, lambda: one_backward(model)):
+            try:
+                call()
+            except (OSError, RuntimeError) as error:
+                found.append(str(error))
     return found
 
 
-def test_an_error_of_a_background_step_is_raised(on_ranks):
-    assert on_ranks(1, fail) == [["the bus is broken"] * 3]
+def test_an_error_of_a_step_is_not_lost(on_ranks):
+    assert on_ranks(1, fail, True) == [["the bus is broken"] * 3]
+    ((first, second),) = on_ranks(1, fail, False)
+    assert first == "the bus is broken"
+    assert "an earlier step failed (OSError: the bus is broken), so only some parameters are updated" in second
+
+
+def too_large() -> str:
+    """Only rank 1 sees too little memory. Both ranks raise, and nothing is allocated."""
+    model = sharded_net()
+    free = 1 << (10 if torch.distributed.get_rank() else 40)
+    with mock.patch.object(module_under_test, "available_bytes", return_value=free):
+        try:
+            offload(model, FUSED["AdamW"](model.parameters()), 1.0)
+        except HostShortage as error:
+            return str(error)
+    return "accepted"
+
+
+def test_all_ranks_raise_if_one_node_has_too_little_memory(on_ranks):
+    for text in on_ranks(2, too_large):
+        assert "GB of host memory on each of 2 ranks, but a node has less" in text
 
 
 def test_a_non_blocking_step_needs_no_thread_on_a_cpu(on_ranks):

@@ -100,6 +100,22 @@ def test_streamed_states_are_bit_equal_to_states_on_the_device(on_nccl_ranks, wo
     assert on_nccl_ranks(world, compare, kind, dtype, *ratios, {"num_steps": 5, "clip": 0.05}) == [None] * world
 
 
+def test_parameters_without_states_are_not_streamed(on_nccl_ranks):
+    """SGD without momentum has no states of fp32 parameters, until momentum is switched on."""
+    assert on_nccl_ranks(1, streamed, momentum_later_equals, 0.0) == [None]
+
+
+def momentum_later_equals(other: float) -> str | None:
+    traces = []
+    for ratio in (1.0, other):
+        model = sharded_net()
+        optimizer = offload(model, OPTIMIZERS["SGD"](model.parameters()), ratio)
+        train(model, optimizer, 1)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        traces.append(train(model, optimizer, 3, seed=1))
+    return first_difference(*traces)
+
+
 def streamed(case: Any, *args: Any) -> Any:
     with streaming():
         return case(*args)
