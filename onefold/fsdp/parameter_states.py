@@ -211,12 +211,13 @@ class ParameterStates:
                 raise ValueError(f"the state of {self.name} has no {name}. Load a state dict of the same optimizer.")
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(value)
-        if local.shape != local_tensor(self.parameter).shape:
+        local, parameter = local_tensor(value), self.parameter
+        is_sharded_alike = getattr(value, "placements", None) == getattr(parameter, "placements", None)
+        if not is_sharded_alike or local.shape != local_tensor(parameter).shape:
             raise ValueError(
-                f"the state {name} of {self.name} has a shard of shape {tuple(local.shape)}, but the parameter's is "
-                f"{tuple(local_tensor(self.parameter).shape)}. Load it with torch.distributed.checkpoint, which "
-                "reshards it."
+                f"the state {name} of {self.name} is sharded differently: the shard has shape {tuple(local.shape)}, "
+                f"but the parameter's has {tuple(local_tensor(parameter).shape)}. Load the state dict with "
+                "torch.distributed.checkpoint, which reshards it."
             )
         return local.reshape(-1)
 

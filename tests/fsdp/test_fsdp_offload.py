@@ -384,6 +384,24 @@ def test_a_run_resumes_bit_exactly_from_a_state_dict(on_ranks, kind, dtype, stat
     assert on_ranks(2, resume_from_state_dict, kind, dtype, states) == [None, None]
 
 
+def rates_after_load() -> list[float]:
+    """The rates that a scheduler sets after its optimizer has loaded a state dict, and those that a step uses."""
+    model = sharded_net()
+    plain = FUSED["AdamW"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    optimizer = offload(model, plain, 1.0)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.25
+    optimizer.load_state_dict(saved)
+    assert plain.param_groups is optimizer.param_groups
+    train(model, optimizer, 1, scheduler=scheduler)
+    return [group["lr"] for group in (*plain.param_groups, *optimizer.param_groups)]
+
+
+def test_groups_stay_the_same_objects_after_a_load(on_ranks):
+    assert on_ranks(2, rates_after_load) == [[0.125] * 2] * 2
+
+
 def exchange_state_dicts(kind: str) -> list[tuple[Trace, Trace]]:
     """Take over the states of the plain optimizer, and load them back. Returns runs and what they should be."""
     model, other = sharded_net(), sharded_net()
@@ -640,6 +658,9 @@ def refusals() -> dict[str, str]:
     offload(model, optimizer, 1.0)
     refused("twice", lambda: offload(model, optimizer, 1.0))
     other = OTHERS["SGD"](model.parameters())
+    wrong = optimizer.state_dict()
+    wrong["state"][0]["exp_avg"] = torch.zeros(31, 21)
+    refused("unsharded state", lambda: optimizer.load_state_dict(wrong))
     refused("states of another", lambda: offload(model, other, 1.0).load_state_dict(optimizer.state_dict()))
     return found
 
@@ -659,6 +680,7 @@ def test_errors_name_what_is_wrong(on_ranks):
         "negative limit": "device_memory = -1.0 is out of range",
         "meta": "parameter embed.weight is on the meta device",
         "twice": "offloaded already",
+        "unsharded state": "the state exp_avg of embed.weight is sharded differently",
         "states of another": "the state of embed.weight has exp_avg, exp_avg_sq, which this optimizer does not have",
     }
     assert found.keys() == expected.keys()

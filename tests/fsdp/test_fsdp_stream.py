@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import Net, Trace, batches, first_difference
 from test_device_pass import below_a_gpu
-from test_fsdp_offload import FUSED, OPTIMIZERS, local, sharded_net, train
+from test_fsdp_offload import FUSED, OPTIMIZERS, local, sharded_net, train, write_between_steps
 from torch import nn
 
 from onefold.fsdp import OffloadedOptimizer, offload
@@ -61,6 +61,15 @@ def compare(kind: str, dtype: str, how: dict[str, Any], **training: Any) -> str 
 def test_streamed_states_are_bit_equal_to_states_on_the_device(on_ranks, kind, dtype, states, non_blocking):
     how = {"states": states, "non_blocking": non_blocking}
     assert on_ranks(2, compare, kind, dtype, how, accumulation=2, clip=0.05) == [None, None]
+
+
+def streamed_writes() -> list[str | None]:
+    with streaming():
+        return write_between_steps("bf16")
+
+
+def test_in_place_writes_to_parameters_are_kept(on_ranks):
+    assert on_ranks(2, streamed_writes) == [[], []]
 
 
 def ratios() -> list[tuple[int, int, str | None]]:
@@ -170,6 +179,30 @@ def test_forwards_wait_for_their_parameters(on_ranks, prefetch):
         modules = [names[0].split(".")[1] if names[0].startswith("blocks") else "root" for names in waited]
         assert modules == ["root", *(["0", "1"] if prefetch else []), "0", "1", "2"]
         assert waited[0] == ["embed.weight", "head.weight"]
+
+
+def changed_rate() -> str | None:
+    """A rate in a tensor that a scheduler changes in place while the step is held back."""
+    weights = []
+    for non_blocking in (True, False):
+        with streaming():
+            model = sharded_net()
+            rate = torch.tensor(1e-2)
+            plain = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+            optimizer = offload(model, plain, 1.0, non_blocking=non_blocking)
+            one_backward(model)
+            if non_blocking:
+                HeldBack(optimizer).step(optimizer)
+            else:
+                optimizer.step()
+            optimizer.param_groups[0]["lr"].fill_(5.0)
+            optimizer.synchronize()
+            weights.append(local(model))
+    return first_difference(*weights)
+
+
+def test_a_step_uses_the_rates_of_its_start(on_ranks):
+    assert on_ranks(2, changed_rate) == [None, None]
 
 
 def others_wait() -> list[bool]:
