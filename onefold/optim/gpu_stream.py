@@ -175,11 +175,9 @@ class GpuStream:
         Memory that is too small is replaced while nothing is in flight: the allocator may hand out what this stream has
         freed while it is still in use there, and the bus's copies do not wait for this stream.
         """
-        buffers = (window.master, *window.states.values())
-        first = [gradient[:BLOCK], *(part for buffer in buffers for part in buffer[:BLOCK].tensors)]
-        per_block = [part.nbytes for part in first if not part.is_cuda]
-        size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
-        num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
+        per_block = sum(part.nbytes for part in _copied_parts(window, gradient, BLOCK))
+        size = min(CHUNK_BYTES // per_block * BLOCK, window.stop - window.start)
+        num_bytes = sum(round_up(part.nbytes, _ALIGNMENT) for part in _copied_parts(window, gradient, size))
         if any(chunk.num_bytes < num_bytes for chunk in self._chunks):
             self.finish()
             self._chunks = [_ChunkMemory(0, self._bus.device) for _ in self._chunks]
@@ -210,6 +208,13 @@ class GpuStream:
         is_published = shard.publisher.send_from_device(master.weight, start, stop, spare=gradient)
         copied_back = [(copy, part) for copy, part in zip(on_device, parts, strict=True) if copy is not part]
         return self._bus.down_together(copied_back), is_published
+
+
+def _copied_parts(window: StateWindow, gradient: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return what is copied to the GPU for the first `size` elements of a window."""
+    buffers = (window.master, *window.states.values())
+    parts = [gradient[:size], *(part for buffer in buffers for part in buffer[:size].tensors)]
+    return [part for part in parts if not part.is_cuda]
 
 
 def _publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:

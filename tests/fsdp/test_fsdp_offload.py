@@ -218,6 +218,21 @@ def write_between_steps(dtype: str) -> list[str | None]:
     return [each for each in problems if each is not None]
 
 
+def masters_after_a_write() -> str | None:
+    """A state dict between a write and the next step has the written values."""
+    model = sharded_net("bf16")
+    optimizer = offload(model, FUSED["AdamW"](model.parameters()), ratio=1.0)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.embed.weight.to_local().fill_(3.0)
+    master = optimizer.state_dict()["state"][0]["master"].to_local()
+    return first_difference(master, torch.full_like(master, 3.0))
+
+
+def test_a_state_dict_has_the_values_that_were_written(on_ranks):
+    assert on_ranks(2, masters_after_a_write) == [None, None]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_in_place_writes_to_parameters_are_kept(on_ranks, dtype):
     assert on_ranks(2, write_between_steps, dtype) == [[], []]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import Net, Trace, batches, first_difference
 from test_device_pass import below_a_gpu
-from test_fsdp_offload import FUSED, OPTIMIZERS, local, sharded_net, train, write_between_steps
+from test_fsdp_offload import FUSED, OPTIMIZERS, empty_shards, local, sharded_net, train, write_between_steps
 from torch import nn
 
 from onefold.fsdp import OffloadedOptimizer, offload
@@ -70,6 +70,15 @@ def streamed_writes() -> list[str | None]:
 
 def test_in_place_writes_to_parameters_are_kept(on_ranks):
     assert on_ranks(2, streamed_writes) == [[], []]
+
+
+def streamed_small_shards() -> tuple[list[int], str | None]:
+    with streaming():
+        return empty_shards()
+
+
+def test_shards_smaller_than_a_block_are_streamed(on_ranks):
+    assert on_ranks(2, streamed_small_shards) == [([3] * 4, None)] * 2
 
 
 def ratios() -> list[tuple[int, int, str | None]]:
