@@ -236,17 +236,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         hypers = [_values_of(group) for group in self.param_groups]
         steps = [(store, _flat_gradient(store), self._begin(store, hypers)) for store in self._with_gradients()]
         last_use = self._bus.now()
-        streamed: dict[ParameterStates, StreamedShard] = {}
-        for store, gradient, values in steps:
-            weight, window = store.model_weight, store.window()
-            if store.is_offloaded and store.num_bytes and self._stream is not None:
-                streamed[store] = StreamedShard(store, gradient, Publisher(), values, last_use, weight)
-            else:
-                self._elementwise.update(store, gradient, values, window, 0, window.stop, weight)
+        streamed = {
+            store: StreamedShard(store, gradient, Publisher(), values, last_use, store.model_weight)
+            for store, gradient, values in steps
+            if store.is_offloaded and store.num_bytes and self._stream is not None
+        }
         if self._thread is not None:
             self._under_way = {store: Future() for store in streamed}
             self._thread.submit(self._stream_in_background, streamed, dict(self._under_way))
-        elif streamed:
+        for store, gradient, values in steps:
+            if store not in streamed:
+                window = store.window()
+                self._elementwise.update(store, gradient, values, window, 0, window.stop, store.model_weight)
+        if self._thread is None and streamed:
             self._stream_all(streamed)
         if (plain := self._plain()) is not None:
             # torch's schedulers warn unless they see that the optimizer they were made for has stepped.

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import onefold
 from onefold.comm import local_device
@@ -168,6 +168,69 @@ def test_training_equals_other_kernels_up_to_rounding(on_ranks, kind):
 @pytest.mark.parametrize("dtype", ["fp32", "mixed"])
 def test_accumulation_and_clipping_are_bit_equal(on_ranks, dtype, training):
     assert on_ranks(2, compare, "AdamW", dtype, **training) == [None, None]
+
+
+def sharded_as(kind: str) -> nn.Module:
+    """A model under `fully_shard` in another way than `sharded_net`."""
+    torch.manual_seed(3)
+    model = Net(width=20).to(local_device())
+    world, device = dist.get_world_size(), local_device().type
+    mesh = dist.init_device_mesh(device, (world,))
+    if kind == "HSDP":
+        mesh = dist.init_device_mesh(device, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {"mesh": mesh}
+    if kind == "columns":
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
+    if kind == "ignored parameters":
+        options["ignored_params"] = set(model.embed.parameters())
+    if kind == "grouped modules":
+        fully_shard([model.blocks[0], model.blocks[1]], **options)
+        fully_shard(model.blocks[2], **options)
+    else:
+        for block in model.blocks:
+            fully_shard(block, **options, reshard_after_forward=kind != "no reshard")
+    fully_shard(model, **options)
+    return model
+
+
+def compare_as(kind: str) -> str | None:
+    traces = []
+    for offloaded in (True, False):
+        model = sharded_as(kind)
+        optimizer = OTHERS["AdamW of several kernels"](model.parameters())
+        if kind != "ignored parameters":  # torch's fused kernel takes DTensors or tensors, not both
+            optimizer = FUSED["AdamW"](model.parameters())
+        if offloaded:
+            optimizer = offload(model, optimizer, 1.0)
+            state = optimizer.state_dict()["state"]
+            for parameter, values in zip(model.parameters(), state.values(), strict=True):
+                same_kind = type(values["exp_avg"]) is (DTensor if isinstance(parameter, DTensor) else torch.Tensor)
+                assert same_kind
+                assert values["exp_avg"].shape == parameter.shape
+        losses = []
+        for number, (x, y) in enumerate(batches(6), 1):
+            model.set_requires_gradient_sync(number % 2 == 0)
+            loss = model(x, y)
+            loss.backward()
+            losses.append(loss.item())
+            if number % 2 == 0:
+                for parameter in model.embed.parameters():
+                    if not isinstance(parameter, DTensor):  # FSDP2 does not reduce what it ignores
+                        dist.all_reduce(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+        traces.append(Trace(losses, [], local(model)))
+    if kind == "ignored parameters":
+        assert_close(*traces)
+        return None
+    return first_difference(*traces)
+
+
+@pytest.mark.parametrize("kind", ["HSDP", "columns", "ignored parameters", "grouped modules", "no reshard"])
+def test_every_kind_of_sharding_works(on_ranks, kind):
+    """With accumulation that reduces only the last gradients."""
+    world = 4 if kind == "HSDP" else 2
+    assert on_ranks(world, compare_as, kind) == [None] * world
 
 
 def bf16_weights_are_rounded_masters() -> list[str | None]:

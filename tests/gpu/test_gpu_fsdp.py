@@ -206,6 +206,7 @@ def test_auto_offloads_what_does_not_fit(on_nccl_ranks):
 
 def auto_after_load() -> tuple[str | None, int, int]:
     """States that are loaded before the first step are moved to the device by it, with their values."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     model = sharded_net("fp32", width=512, depth=2)
     optimizer = offload(model, FUSED["AdamW"](model.parameters()), ratio=1.0)
     train(model, optimizer, 2)
