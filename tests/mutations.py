@@ -1025,8 +1025,8 @@ MUTATIONS = [
     Mutation(
         "fsdp-other-groups-after-load",
         "onefold/fsdp/offloaded_optimizer.py",
-        "        self.param_groups = groups\n",
-        "",
+        "        self.param_groups, self.state = groups, live\n",
+        "        self.state = live\n",
         "test_fsdp_offload.py -k same_objects",
     ),
     Mutation(

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from onefold.fsdp.fsdp_modules import modules_gathered_with, parameters_by_module
-from onefold.fsdp.parameter_states import STEP_KEY, ParameterStates, local_tensor
+from onefold.fsdp.parameter_states import ParameterStates, StatesView, local_tensor
 from onefold.fsdp.state_placement import MIN_NUMEL, choose_offloaded, ratio_that_fits
 from onefold.log import logger
 from onefold.offload.bus import Bus
@@ -123,8 +123,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             name = self._names.get(parameter, f"param_groups[{number}]")
             names = self._rule.state_names([group])
-            self._stores[parameter] = ParameterStates(parameter, name, number, names, self._formats)
-            self.state[parameter] = {STEP_KEY: torch.tensor(0.0)}
+            store = ParameterStates(parameter, name, number, names, self._formats, counts_steps=self._counts_steps)
+            self._stores[parameter] = store
+            self.state[parameter] = StatesView(store, weakref.WeakMethod(self._wait_for))
         if self._is_decided:
             self._place()
 
@@ -262,7 +263,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _begin(self, store: ParameterStates, hypers: Sequence[Hyper]) -> StepValues:
         """Count a step of one shard, and return its values."""
         store.num_steps += 1
-        self.state[store.parameter][STEP_KEY].fill_(store.num_steps)
         needed = self._rule.state_names([hypers[store.group]])
         begins = {store.group} if store.num_steps == 1 else set()
         if missing := [name for name in needed if name not in store.state_names]:
@@ -357,42 +357,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._place()
         live = self.state
-        placed = {parameter: store for parameter, store in self._stores.items() if store.is_placed}
-        self.state = {parameter: self._saved(store) for parameter, store in placed.items()}  # type: ignore[assignment]
+        self.state = {  # type: ignore[assignment]
+            parameter: {key: store.value(key) for key in store.keys}
+            for parameter, store in self._stores.items()
+            if store.is_placed
+        }
         try:
             return super().state_dict()
         finally:
             self.state = live
-
-    def _saved(self, store: ParameterStates) -> dict[str, Any]:
-        values = store.state_dict()
-        return values if self._counts_steps else {key: value for key, value in values.items() if key != STEP_KEY}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the states of this optimizer, or of the same torch optimizer without offload, from a state dict."""
         self.synchronize()
         self._place()
-        groups = self.param_groups
+        groups, live = self.param_groups, self.state
         kept = [dict(group) for group in groups]
         super().load_state_dict({**state_dict, "state": {}})
         # The groups stay the same objects, because schedulers and the user's optimizer hold them.
         for group, before, loaded in zip(groups, kept, self.param_groups, strict=True):
             group.clear()
             group.update({**before, **loaded})
-        self.param_groups = groups
+        self.param_groups, self.state = groups, live
         parameters = [parameter for group in groups for parameter in group["params"]]
         saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         of_parameter = dict(zip(saved_ids, parameters, strict=True))
-        self.state.clear()
-        for parameter in parameters:
-            self.state[parameter] = {STEP_KEY: torch.tensor(0.0)}
         for index, values in state_dict["state"].items():
             store = self._stores[of_parameter[index]]
-            if not store.is_placed:
-                continue
-            store.load(values)
-            self.state[store.parameter][STEP_KEY].fill_(store.num_steps)
+            if store.is_placed:  # not if it is frozen
+                store.load(values)
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:

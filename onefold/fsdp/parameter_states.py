@@ -9,7 +9,8 @@ is not, and replaces the master's value ([Note: a write that no counter shows]).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,17 +56,53 @@ class _Planned:
         return [(part.numel(whole), part.dtype) for part in self.format.parts]
 
 
-class ParameterStates:
-    """The master and states of one parameter's shard, in host memory or on the device.
+class StatesView(Mapping[str, torch.Tensor]):
+    """The states of a parameter as `optimizer.state[parameter]` shows them: read from where they are stored.
 
-    `names` are the states of its optimizer group's rule. Nothing is allocated until `place` is called.
+    `wait` returns when the last step has updated them.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, name: str, group: int, names: Sequence[str], formats: StateFormats
+        self, store: ParameterStates, wait: weakref.WeakMethod[Callable[[list[ParameterStates]], None]]
+    ) -> None:
+        self._store, self._wait = store, wait
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key not in self._store.keys:
+            raise KeyError(key)
+        if (wait := self._wait()) is not None:
+            wait([self._store])
+        if not self._store.is_placed:
+            self._store.place(offload=True)
+        return self._store.value(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.keys)
+
+    def __len__(self) -> int:
+        return len(self._store.keys)
+
+
+class ParameterStates:
+    """The master and states of one parameter's shard, in host memory or on the device.
+
+    `names` are the states of its optimizer group's rule. Nothing is allocated until `place` is called. `counts_steps`
+    says whether the number of steps is one of the states, as in most of torch's optimizers.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        group: int,
+        names: Sequence[str],
+        formats: StateFormats,
+        *,
+        counts_steps: bool,
     ) -> None:
         self.parameter, self.name, self.group = parameter, name, group
         self.num_steps = 0
+        self._counts_steps = counts_steps
         self.is_offloaded = False
         self.is_placed = False
         self.formats = formats
@@ -180,17 +217,22 @@ class ParameterStates:
 
     # -- state dicts ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step number, and each state as a tensor of the parameter's kind in host memory.
+    @property
+    def keys(self) -> list[str]:
+        """The names of the values in a state dict."""
+        return [*([STEP_KEY] if self._counts_steps else []), *self._planned]
 
-        Unencoded states in host memory are returned themselves, all others as copies.
+    def value(self, key: str) -> torch.Tensor:
+        """Return the step number, or a state as a tensor of the parameter's kind in host memory.
+
+        An unencoded state in host memory is returned itself, any other as a copy.
         """
-        values: dict[str, Any] = {STEP_KEY: torch.tensor(float(self.num_steps), dtype=torch.float32)}
-        if (master := self._buffers.get(MASTER_KEY)) is not None and master.numel():
-            WriteCheck().take_over(master.tensor, self.weight.to(master.device))
-        for name, buffer in self._buffers.items():
-            values[name] = self._like_parameter(buffer.fetch().cpu())
-        return values
+        if key == STEP_KEY:
+            return torch.tensor(float(self.num_steps), dtype=torch.float32)
+        buffer = self._buffers[key]
+        if key == MASTER_KEY and buffer.numel():
+            WriteCheck().take_over(buffer.tensor, self.weight.to(buffer.device))
+        return self._like_parameter(buffer.fetch().cpu())
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Copy the values of a state dict. A missing master is taken from the parameter."""

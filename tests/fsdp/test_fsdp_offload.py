@@ -616,6 +616,48 @@ def test_states_are_freed_with_the_optimizer(on_ranks):
     assert on_ranks(2, freed) == [0, 0]
 
 
+def flattened(folder: str) -> tuple[str | None, list[str]]:
+    """A checkpoint with flat keys, as torchtitan writes it. The optimizer that loads has not stepped."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = sharded_net("bf16")
+    optimizer = offload(model, FUSED["AdamW"](model.parameters()))
+    train(model, optimizer, 2)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=folder)
+    expected = train(model, optimizer, 2, seed=1)
+    again = sharded_net("bf16")
+    again.load_state_dict(weights)
+    resumed = offload(again, FUSED["AdamW"](again.parameters()))
+    state = {"optimizer": get_optimizer_state_dict(again, resumed, options=options)}
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(again, resumed, state["optimizer"], options=options)
+    return first_difference(train(again, resumed, 2, seed=1), expected), list(resumed.state[again.head.weight])
+
+
+def test_flattened_state_dicts_are_loaded(on_ranks, tmp_path):
+    names = ["step", "master", "exp_avg", "exp_avg_sq"]
+    assert on_ranks(2, flattened, str(tmp_path)) == [(None, names)] * 2
+
+
+def live_states(kind: str) -> tuple[int, list[str | None]]:
+    """`optimizer.state` has the values of the state dict."""
+    model = sharded_net()
+    optimizer = offload(model, OPTIMIZERS[kind](model.parameters()), 1.0)
+    train(model, optimizer, 2)
+    saved = optimizer.state_dict()["state"]
+    pairs = zip(saved.values(), (optimizer.state[p] for p in model.parameters()), strict=True)
+    unsharded = [
+        [{key: (v.to_local() if isinstance(v, DTensor) else v) for key, v in each.items()} for each in pair]
+        for pair in pairs
+    ]
+    return len(saved[0]), [found for one, other in unsharded if (found := first_difference(one, other)) is not None]
+
+
+@pytest.mark.parametrize(("kind", "num_states"), [("AdamW", 3), ("momentum", 1), ("SGD", 0)])
+def test_the_state_of_a_parameter_can_be_read(on_ranks, kind, num_states):
+    assert on_ranks(2, live_states, kind) == [(num_states, [])] * 2
+
+
 def full_state_dict(dtype: str) -> str | None:
     """A full optimizer state dict of rank 0 is broadcast and loaded."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
