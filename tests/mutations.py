@@ -1053,7 +1053,7 @@ MUTATIONS = [
     Mutation(
         "fsdp-checkpoint-of-old-masters",
         "onefold/fsdp/parameter_states.py",
-        "WriteCheck().take_over(master.tensor, self.weight.to(master.device))",
+        "WriteCheck().take_over(buffer.tensor, self.weight.to(buffer.device))",
         "pass",
         "test_fsdp_offload.py -k values_that_were_written",
     ),

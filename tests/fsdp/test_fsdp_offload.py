@@ -403,6 +403,24 @@ def test_step_hooks_and_closures_are_called(on_ranks):
     assert on_ranks(2, hooks_and_closures) == [["pre", "closure", "post"] * 2] * 2
 
 
+def with_names() -> tuple[str | None, bool]:
+    """An optimizer that was made of named parameters has their names in its groups."""
+    traces, names = [], []
+    for offloaded in (True, False):
+        model = sharded_net()
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.named_parameters(), **HYPER, fused=True)
+        if offloaded:
+            optimizer = offload(model, optimizer, 1.0)
+            optimizer.load_state_dict(optimizer.state_dict())
+        traces.append(train(model, optimizer, 2))
+        names.append(optimizer.state_dict()["param_groups"][0]["param_names"])
+    return first_difference(*traces), names[0] == names[1] == [name for name, _ in model.named_parameters()]
+
+
+def test_named_parameters_keep_their_names(on_ranks):
+    assert on_ranks(2, with_names) == [(None, True)] * 2
+
+
 def with_scaler() -> tuple[str | None, list[float]]:
     """A gradient scaler unscales the gradients, and skips the step whose gradients are infinite."""
     traces, scales = [], []

@@ -14,7 +14,16 @@ import pytest
 import torch
 from models import Net, Trace, batches, first_difference
 from test_device_pass import below_a_gpu
-from test_fsdp_offload import FUSED, OPTIMIZERS, empty_shards, local, sharded_net, train, write_between_steps
+from test_fsdp_offload import (
+    FUSED,
+    OPTIMIZERS,
+    empty_shards,
+    local,
+    sharded_as,
+    sharded_net,
+    train,
+    write_between_steps,
+)
 from torch import nn
 
 from onefold.fsdp import OffloadedOptimizer, offload
@@ -188,6 +197,26 @@ def test_forwards_wait_for_their_parameters(on_ranks, prefetch):
         modules = [names[0].split(".")[1] if names[0].startswith("blocks") else "root" for names in waited]
         assert modules == ["root", *(["0", "1"] if prefetch else []), "0", "1", "2"]
         assert waited[0] == ["embed.weight", "head.weight"]
+
+
+def grouped_wait() -> list[list[str]]:
+    """What the hooks of modules wait for that one call of `fully_shard` has grouped."""
+    with streaming():
+        model = sharded_as("grouped modules")
+        optimizer = offload(model, FUSED["AdamW"](model.parameters()), 1.0, non_blocking=True)
+        held = HeldBack(optimizer)
+        one_backward(model)
+        held.step(optimizer)
+        held.waited.clear()
+        one_backward(model)
+        return held.waited
+
+
+def test_grouped_modules_wait_for_each_other(on_ranks):
+    """FSDP2 all-gathers all of them before the forward of the first."""
+    for waited in on_ranks(2, grouped_wait):
+        modules = [names[0].split(".")[1] if names[0].startswith("blocks") else "root" for names in waited]
+        assert modules == ["root", "0", "1", "0", "1", "2"]
 
 
 def changed_rate() -> str | None:
