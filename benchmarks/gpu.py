@@ -3,7 +3,8 @@
 By itself on one device, world size 1, beside plain torch. With `--ranks 2,4` on so many NCCL ranks, beside DDP and
 FSDP2; ranks beyond the number of GPUs share them ([Note: NCCL ranks on one GPU] in `launch.py`), and a table stands for
 each preset and number of ranks. There a system is measured against the FSDP2 that reduces in the same type and
-holds as much: stage 3 against the one that reshards, all others against the one that keeps its parameters.
+holds as much: stage 3, and FSDP2 with offload, against the one that reshards, all others against the one that keeps its
+parameters.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def reduces_in(system: str, dtype: str) -> str:
 
 def reference_of(system: str, dtype: str) -> str:
     """The FSDP2 that reduces in the same type and holds as much."""
-    name = "fsdp2-reshard" if {"3", "reshard"} & set(system.split("-")) else "fsdp2-keep"
+    reshards = {"3", "reshard"} & set(system.split("-")) or system.startswith("offload-fsdp2")
+    name = "fsdp2-reshard" if reshards else "fsdp2-keep"
     return f"{name}-bf16" if reduces_in(system, dtype) == "bf16" else name
 
 

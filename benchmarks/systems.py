@@ -119,12 +119,24 @@ def _ddp(construct: Construct, workload: Workload) -> Step:
 
 
 def _fsdp2(
-    reshard: bool, *, reduce_dtype: torch.dtype = torch.float32, offload: bool = False
+    reshard: bool,
+    *,
+    reduce_dtype: torch.dtype = torch.float32,
+    offload: bool = False,
+    ours: dict[str, Any] | None = None,
+    in_16_bits: bool = False,
 ) -> Callable[[Construct, Workload], Step]:
+    """FSDP2: by itself, with its own offload of everything, or with our offload of the optimizer states (`ours`).
+
+    `in_16_bits`: parameters are bf16, with fp32 masters in host memory. Otherwise fp32, computed with in bf16.
+    """
+
     def build(construct: Construct, workload: Workload) -> Step:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         model = construct()
+        if in_16_bits and workload.dtype == "bf16":
+            model.to(torch.bfloat16)
         mesh = dist.init_device_mesh(workload.device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
         if workload.dtype == "bf16":
@@ -133,7 +145,12 @@ def _fsdp2(
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
-        return _torch_loop(model, workload, autocast=False)
+        if ours is None:
+            return _torch_loop(model, workload, autocast=False)
+        import onefold
+
+        optimizer = onefold.fsdp.offload(model, adamw(model), **ours)
+        return _torch_loop(model, workload, autocast=False, optimizers=[optimizer])
 
     return build
 
@@ -277,6 +294,11 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "split-onefold-2": _onefold(2, **SPLIT_16),
     "bf16-onefold-2": _onefold(2, **BF16),
     "offload-fsdp2": _fsdp2(reshard=True, offload=True),
+    "offload-fsdp2-onefold": _fsdp2(reshard=True, ours={"ratio": 1.0}),
+    "offload-fsdp2-onefold-async": _fsdp2(reshard=True, ours={"ratio": 1.0, "non_blocking": True}),
+    "offload-fsdp2-onefold-auto": _fsdp2(reshard=True, ours={"ratio": "auto"}),
+    "offload-fsdp2-onefold-8bit": _fsdp2(reshard=True, ours={"ratio": 1.0, "states": "int8"}),
+    "offload-fsdp2-onefold-16bit": _fsdp2(reshard=True, ours={"ratio": 1.0}, in_16_bits=True),
     "offload-deepspeed-2": _deepspeed(2, offload_optimizer=CPU),
     "offload-deepspeed-3": _deepspeed(3, offload_optimizer=CPU, offload_param=CPU),
     "offload-deepspeed-disk": _deepspeed(3, offload_optimizer={**DISK, "pipeline_read": True, "pipeline_write": True}),

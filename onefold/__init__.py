@@ -30,7 +30,7 @@ _NAMES = {
     "Profiling": "onefold.report.timeline",
     "register_as_deepspeed": "onefold.compat.as_deepspeed",
 }
-_MODULES = {"checkpointing", "comm", "config", "utils", "plan", "report", "zero"}
+_MODULES = {"checkpointing", "comm", "config", "fsdp", "utils", "plan", "report", "zero"}
 
 __all__ = [
     "ConfigError", "Engine", "MatrixRule", "Profiling", "add_config_arguments", "init_distributed", "initialize",

@@ -12,6 +12,7 @@ SECONDS = {
     "test_checkpointing.py": 20,
     "test_gpu.py": 130,
     "test_gpu_codec.py": 30,
+    "test_gpu_fsdp.py": 90,
     "test_gpu_held_parameters.py": 80,
     "test_gpu_offload.py": 90,
     "test_gpu_hangs.py": 35,

@@ -55,7 +55,7 @@ ELSEWHERE = {
     "engine/train_state.py": "checkpoint/checkpoints",
     "env_report.py": "cli/env_report",
     "errors.py": "config/config",
-    "fsdp.py": "comm/wires",
+    "fsdp/collectives.py": "comm/wires",
     "gpu_kernels.py": "gpu/gpu_codec gpu/gpu_held_parameters",
     "loader.py": "engine/loader engine/engine",
     "log.py": "engine/engine train/train",

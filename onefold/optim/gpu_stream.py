@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from onefold.offload.bus import Bus, CopyEvent
-from onefold.offload.grad_shard import HostGrad
 from onefold.offload.param_shard import LastUse, Publisher
-from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither
 from onefold.optim.matrix_rules import AnyRule
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
@@ -38,29 +37,47 @@ IN_FLIGHT, IN_FLIGHT_IN_BACKWARD = 3, 12
 _ALIGNMENT = 256
 
 
+class Streamable(Protocol):
+    """The interface of a shard that `GpuStream` needs, as `ShardStore` implements it."""
+
+    def stepped_segments(self, first: int, last: int) -> list[Segment]: ...
+
+    def rounded_ranges(self, first: int, last: int, step: int) -> list[tuple[int, int, Dither | None]]: ...
+
+
 @dataclass(frozen=True)
 class StreamedShard:
-    """A shard, its gradient, and how the result is published."""
+    """A shard, its gradient, and how the result is published.
 
-    store: ShardStore
+    A gradient that is on the GPU already is used in place, and so is a master.
+    """
+
+    store: Streamable
     gradient: torch.Tensor
     publisher: Publisher
     step: StepValues
     last_use: LastUse
+    model_weight: torch.Tensor | None = None
+    """The model weight on the GPU, if the update casts the new master into it instead of the publisher.
+
+    In-place writes to it are copied into the master first.
+    """
+    is_cached: bool = False
+    """The gradient is in the device cache."""
 
     @property
     def has_gradient_on_device(self) -> bool:
-        """Whether the gradient is not copied, because the device cache stores it."""
-        return isinstance(self.store.grad, HostGrad) and self.gradient is self.store.grad.cached
+        """Whether the gradient is on the device, and not copied there."""
+        return self.is_cached or self.gradient.is_cuda
 
 
 @dataclass(frozen=True)
 class _ShardRange:
     """A range of a shard, treated as a shard: positions are relative to its start."""
 
-    store: ShardStore
+    store: Streamable
     start: int
-    compared_model_weight = None
+    compared_model_weight: torch.Tensor | None
 
     def stepped_segments(self, first: int, last: int) -> list[Segment]:
         found = self.store.stepped_segments(first + self.start, last + self.start)
@@ -169,12 +186,9 @@ class GpuStream:
         Memory that is too small is replaced while nothing is in flight: the allocator may hand out what this stream has
         freed while it is still in use there, and the bus's copies do not wait for this stream.
         """
-        buffers = (window.master, *window.states.values())
-        per_block = [part.nbytes for buffer in buffers for part in buffer[:BLOCK].parts]
-        if not shard.has_gradient_on_device:
-            per_block.append(shard.gradient[:BLOCK].nbytes)
-        size = min(CHUNK_BYTES // sum(per_block) * BLOCK, window.stop - window.start)
-        num_bytes = sum(round_up(each * size // BLOCK, _ALIGNMENT) for each in per_block)
+        per_block = sum(part.nbytes for part in _copied_parts(window, shard, BLOCK))
+        size = min(CHUNK_BYTES // per_block * BLOCK, window.stop - window.start)
+        num_bytes = sum(round_up(part.nbytes, _ALIGNMENT) for part in _copied_parts(window, shard, size))
         if any(chunk.num_bytes < num_bytes for chunk in self._chunks):
             self.finish()
             self._chunks = [_ChunkMemory(0, self._bus.device) for _ in self._chunks]
@@ -189,18 +203,30 @@ class GpuStream:
         """Launch one chunk. Return the event of its copy to the host, and whether it is published."""
         inside = slice(start - window.start, stop - window.start)
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
-        on_host = [part for buffer in buffers for part in buffer.tensors]
+        parts = [part for buffer in buffers for part in buffer.tensors]
         gradient = shard.gradient[start:stop]
-        sources = on_host if shard.has_gradient_on_device else [*on_host, gradient]
-        copies = memory.views_like(sources)
-        self._bus.up_together(list(zip(sources, copies, strict=True)), shard.last_use).wait_on_stream()
-        on_device, gradient = copies[: len(on_host)], (gradient, *copies[len(on_host) :])[-1]
-        parts = iter(on_device)
-        master, *states = [buffer.like(parts) for buffer in buffers]
+        sources = [part for part in parts if not part.is_cuda]
+        sources += [] if shard.has_gradient_on_device else [gradient]
+        copies = dict(zip(map(id, sources), memory.views_like(sources), strict=True))
+        pairs = [(source, copies[id(source)]) for source in sources]
+        self._bus.up_together(pairs, shard.last_use).wait_on_stream()
+        gradient, *on_device = (copies.get(id(tensor), tensor) for tensor in (gradient, *parts))
+        remaining = iter(on_device)
+        master, *states = [buffer.like(remaining) for buffer in buffers]
         chunk = StateWindow(0, stop - start, master, dict(zip(window.states, states, strict=True)))
-        self._elementwise.update(_ShardRange(shard.store, start), gradient, shard.step, chunk, 0, stop - start, None)
+        weight = shard.model_weight[start:stop] if shard.model_weight is not None else None
+        store = _ShardRange(shard.store, start, weight)
+        self._elementwise.update(store, gradient, shard.step, chunk, 0, stop - start, weight)
         is_published = shard.publisher.send_from_device(master.weight, start, stop, gradient, self._bus)
-        return self._bus.down_together(list(zip(on_device, on_host, strict=True))), is_published
+        copied_back = [(copy, part) for copy, part in zip(on_device, parts, strict=True) if copy is not part]
+        return self._bus.down_together(copied_back), is_published
+
+
+def _copied_parts(window: StateWindow, shard: StreamedShard, size: int) -> list[torch.Tensor]:
+    """Return what is copied to the GPU for the first `size` elements of a window."""
+    buffers = (window.master, *window.states.values())
+    parts = [part for buffer in buffers for part in buffer[:size].tensors if not part.is_cuda]
+    return parts if shard.has_gradient_on_device else [*parts, shard.gradient[:size]]
 
 
 def publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:

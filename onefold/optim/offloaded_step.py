@@ -255,7 +255,7 @@ class OffloadedStep:
         publisher = self._publisher(store, last_use, early)
         if self._is_streamed(store):
             assert self._stream_of_nvme is not None
-            shard = StreamedShard(store, gradient, publisher, step, last_use)
+            shard = self._streamed_shard(store, gradient, publisher, step, last_use)
             for window in self._windows(store):
                 self._stream_of_nvme.run(shard, window)
                 publisher.release()
@@ -297,6 +297,12 @@ class OffloadedStep:
     def _is_streamed(self, store: ShardStore) -> bool:
         return self._stream is not None and is_streamed(self._plan, store.spec)
 
+    def _streamed_shard(
+        self, store: ShardStore, gradient: torch.Tensor, publisher: Publisher, step: StepValues, last_use: LastUse
+    ) -> StreamedShard:
+        is_cached = gradient is _gradient_of(store).cached
+        return StreamedShard(store, gradient, publisher, step, last_use, is_cached=is_cached)
+
     @torch.no_grad()
     def _stream_all(
         self, tasks: Mapping[ShardStore, _StreamTask], step: StepValues, last_use: LastUse, *, is_early: bool = False
@@ -309,7 +315,7 @@ class OffloadedStep:
                     raise self._failed.with_traceback(None)
                 with recorded(Track.STEP, "device step", store.unit_name, numel=store.stop - store.start, by_host=True):
                     publisher = self._publisher(store, last_use, early)
-                    shard = StreamedShard(store, gradient, publisher, step, last_use)
+                    shard = self._streamed_shard(store, gradient, publisher, step, last_use)
                     for window in whole_window(store):
                         self._stream.start(shard, window, partial(_complete, store, publisher, task))
             if not is_early:

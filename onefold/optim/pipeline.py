@@ -38,7 +38,7 @@ from onefold.offload.write_check import WriteCheck
 from onefold.optim.matrix_rules import AnyRule, MatrixRule
 from onefold.optim.rules import MASTER, EncodedTile, Hyper, Tile
 from onefold.plan import StateSpec
-from onefold.plan.layout import Segment
+from onefold.plan.layout import Segment, round_up
 from onefold.runtime import Unit
 
 # Elements of a tile, by device type.
@@ -186,8 +186,9 @@ class ElementwiseUpdate:
                 buffer.store(values[name], replace(dither, state=name) if dither is not None else None)
 
     def _values(self, name: str, buffer: Buffer) -> torch.Tensor:
-        if buffer.is_encoded and not buffer.is_cuda:
-            return buffer.fetch(self._memory(name, buffer.numel(), buffer.dtype))
+        if buffer.format is not None and not buffer.is_cuda:
+            # The last range of a shard may end within a block, which is decoded as a whole.
+            return buffer.fetch(self._memory(name, round_up(buffer.numel(), buffer.format.block), buffer.dtype))
         return buffer.fetch()
 
     def _memory(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:

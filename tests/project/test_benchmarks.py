@@ -118,6 +118,7 @@ def test_each_is_measured_against_the_fsdp2_of_its_kind():
     assert reference_of("onefold-1-native", "bf16") == "fsdp2-keep-bf16"
     assert reference_of("onefold-3-ahead-native", "bf16") == "fsdp2-reshard-bf16"
     assert reference_of("onefold-3-native", "fp32") == "fsdp2-reshard"
+    assert reference_of("offload-fsdp2", "bf16") == reference_of("offload-fsdp2-onefold", "bf16") == "fsdp2-reshard"
 
 
 def test_a_family_has_no_variants():

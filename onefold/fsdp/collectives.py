@@ -1,7 +1,4 @@
-"""Quantized collectives for PyTorch's FSDP2: `module.set_custom_all_gather(QuantizedAllGather())`.
-
-They implement FSDP2's interfaces and need neither an engine nor a config of onefold.
-"""
+"""Quantized collectives for PyTorch's FSDP2: `module.set_custom_all_gather(QuantizedAllGather())`."""
 
 from __future__ import annotations
 
