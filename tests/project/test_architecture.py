@@ -237,7 +237,7 @@ BUDGETS = {
     "optim": 5_350,
     "plan": 1_860,
     "report": 1_600,
-    "runtime": 4_700,
+    "runtime": 5_400,
     "tools": 8_460,
     "top": 1_900,
     "utils": 550,
