@@ -23,6 +23,7 @@ from onefold.plan import (
 )
 from onefold.plan.traffic import is_streamed
 from onefold.runtime import Schedule, Unit
+from onefold.runtime.batch_chunks import ROWS_OF_CHUNK
 
 
 def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
@@ -105,6 +106,10 @@ def describe(
         by_host = sum(param.layout.numel for param in offloaded) - by_gpu
         on_gpus = f", by the GPU {by_gpu:,}" if on_gpu else ""
         lines.append(f"offloaded step    by the host {by_host:,} parameters{on_gpus}")
+    if plan.batch_chunks != 0:
+        blocks = sum(unit.is_block and not unit.encloses for unit in units)
+        chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
+        lines.append(f"batch chunks      {blocks} blocks compute and recompute each micro-batch in {chunks}")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)
