@@ -171,7 +171,7 @@ class ChunkedCall:
             _GradientParts(tensor) if divided else _GradientSum(tensor.dtype)
             for tensor, divided in zip(inputs, self._divided, strict=True)
         ] + [_GradientSum(parameter.dtype) for parameter in parameters]
-        with _forked_random_state(inputs):
+        with _forked_random_state(inputs), _without_hooks(parameters):
             for (start, size), random in zip(self.chunks(), self._random, strict=True):
                 random.restore()
                 found = self._backward_chunk(start, size, inputs, parameters, wanted, gradients, inspect)
@@ -262,6 +262,19 @@ class _Tree:
         rest = iter(tensors)
         pairs = zip(self._is_tensor, self.others, strict=True)
         return tree_unflatten([next(rest) if is_tensor else leaf for is_tensor, leaf in pairs], self._spec)
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Suspend the tensor hooks of parameters, which autograd calls with the sum over all chunks afterwards."""
+    held = [(hooks, dict(hooks)) for parameter in parameters if (hooks := parameter._backward_hooks)]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in held:
+            hooks.update(kept)
 
 
 def _part(whole: Tensor, batch: int, start: int, size: int) -> Tensor:

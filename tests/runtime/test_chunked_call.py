@@ -109,6 +109,20 @@ def test_a_gradient_that_two_parameters_share_is_added_once_to_each():
         torch.testing.assert_close(gradient, hidden.detach().sum(0))
 
 
+def test_hooks_of_a_parameter_are_called_once_with_the_whole_gradient():
+    module, (args, kwargs) = layer(), arguments()
+    (whole,) = torch.autograd.grad(module(*args, **kwargs)["hidden"].sum(), [module.up.weight])
+    calls: list[torch.Tensor] = []
+    handle = module.up.weight.register_hook(lambda gradient: [calls.append(gradient), gradient / 2][1])
+    for _ in range(2):
+        (found,) = torch.autograd.grad(in_chunks(module, 3, args, kwargs)["hidden"].sum(), [module.up.weight])
+        torch.testing.assert_close(found, whole / 2)
+    assert len(calls) == 2
+    handle.remove()
+    (found,) = torch.autograd.grad(in_chunks(module, 3, args, kwargs)["hidden"].sum(), [module.up.weight])
+    torch.testing.assert_close(found, whole)
+
+
 def test_dropout_has_the_same_mask_in_forward_and_backward():
     module, (args, kwargs) = layer(dropout=0.5), arguments()
     torch.manual_seed(7)
