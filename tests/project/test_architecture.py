@@ -30,6 +30,7 @@ LAYERS = {
     "runtime": 2,
     "optim": 2,
     "loader": 2,
+    "tiled_loss": 2,
     "window": 2,
     "report": 3,
     "checkpointing": 3,
@@ -239,7 +240,7 @@ BUDGETS = {
     "report": 1_600,
     "runtime": 5_400,
     "tools": 8_460,
-    "top": 1_900,
+    "top": 1_970,
     "utils": 550,
 }
 
