@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold import checkpointing
 from onefold.config import load_config
+from onefold.runtime import Unit
 from onefold.runtime.batch_chunks import ChunkedForward, num_chunks_for
 
 STAGES = (0, 1, 2, 3)
@@ -192,8 +193,7 @@ def test_chunks_have_the_traffic_of_one_micro_step(on_ranks, stage, tier):
 def gathers(chunks: int) -> list[str]:
     engine = start(net(), settings(3, chunks, zero={"stage3_max_reuse_distance": 0}))
     found = []
-    unit_class = type(engine.state.schedule.units[0])
-    launch = unit_class.launch_all_gather
+    launch = Unit.launch_all_gather
 
     def count(units: Any, **options: Any) -> None:
         found.extend(unit.name for unit in units)
@@ -201,11 +201,11 @@ def gathers(chunks: int) -> list[str]:
 
     for x, y in samples(2):
         found.clear()
-        unit_class.launch_all_gather = staticmethod(count)
+        Unit.launch_all_gather = staticmethod(count)
         try:
             engine.backward(engine(x, y))
         finally:
-            unit_class.launch_all_gather = staticmethod(launch)
+            Unit.launch_all_gather = staticmethod(launch)
         engine.step()
     engine.destroy()
     return [name for name in found if name.startswith("blocks")]
