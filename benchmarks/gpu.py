@@ -94,6 +94,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
+    parser.add_argument(
+        "--batch-chunks",
+        type=parse_chunks,
+        default=0,
+        help="chunks in which blocks compute each batch, or auto; also computes the loss in tiles (only onefold)",
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--systems", type=parse_systems, help="default: torch,onefold; with --ranks " + ",".join(RANKS_SYSTEMS)
@@ -112,6 +118,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--snapshot records step {SNAPSHOT_STEP + 1}, which must not be timed: --warmup is too small")
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; `python -m benchmarks.compare` runs on the CPU")
+    if arguments.batch_chunks and not all("onefold" in system for system in arguments.systems or [REFERENCE]):
+        parser.error("--batch-chunks needs systems of onefold alone: --systems offload-onefold-3")
     arguments.systems = arguments.systems or (RANKS_SYSTEMS if arguments.ranks else parse_systems("torch,onefold"))
     return arguments
 
@@ -121,6 +129,14 @@ def parse_presets(text: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown preset {unknown[0]!r}; known: {', '.join(PRESETS)}")
     return text.split(",")
+
+
+def parse_chunks(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError("a number of chunks is a whole number, or auto")
+    return int(text)
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -225,7 +241,8 @@ def describe(job: Job, num_rounds: int) -> dict[str, str]:
     return {
         "model": f"GPT {workload.preset}, {size} parameters, {workload.dtype}",
         "job": f"{where}, {f'{workload.micro_steps} micro-steps of ' if workload.micro_steps > 1 else ''}"
-        f"{workload.batch} x {workload.sequence} tokens {each}; "
+        f"{workload.batch} x {workload.sequence} tokens {each}"
+        f"{f', in {workload.batch_chunks} batch chunks, loss in tiles' if workload.batch_chunks else ''}; "
         f"{num_rounds} rounds of {workload.num_steps} timed steps after {workload.num_warmup_steps}",
     }
 
@@ -297,6 +314,7 @@ def run_jobs(arguments: argparse.Namespace, details: dict[str, str], environment
                 device="cuda",
                 recompute=arguments.recompute,
                 micro_steps=arguments.micro_steps,
+                batch_chunks=arguments.batch_chunks,
             )
             jobs.append(run_job(workload, num_ranks, arguments, environment))
             facts = {**describe(jobs[-1], arguments.rounds), **details}
