@@ -239,7 +239,7 @@ BUDGETS = {
     "plan": 1_860,
     "report": 1_600,
     "runtime": 5_400,
-    "tools": 8_460,
+    "tools": 8_500,
     "top": 1_970,
     "utils": 550,
 }
