@@ -184,8 +184,16 @@ class ChunkedForward:
                 # The dropout masks of a chunk differ from those of the whole batch, so compare without dropout.
                 for inner, _ in flags:
                     inner.training = False
+                before.restore()
                 expected = self._first_of_whole(call, inputs)
                 found = _first_samples(call.call(inputs, 0, size), size, size)
+                if RandomState(inputs) != before:
+                    logger.warning(
+                        "onefold.batch_chunks: %s draws random numbers in evaluation mode too, so its chunks cannot be "
+                        "compared with the whole batch",
+                        self._name,
+                    )
+                    return None
         finally:
             for inner, training in flags:
                 inner.training = training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import logging
 import re
 import weakref
 from typing import Any
@@ -330,6 +331,30 @@ def dropout_twice() -> str | None:
 
 def test_dropout_is_reproducible_and_not_taken_for_mixing(on_ranks):
     assert on_ranks(2, dropout_twice) == [None, None]
+
+
+class AlwaysNoisy(Block):
+    """With dropout in evaluation mode too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.3)
+
+
+def noise_in_evaluation() -> list[str]:
+    engine = start(with_blocks(AlwaysNoisy), settings(3, 3))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("onefold").addHandler(handler)
+    train(engine, 2)
+    logging.getLogger("onefold").removeHandler(handler)
+    engine.destroy()
+    return said
+
+
+def test_blocks_that_are_always_random_are_not_compared_and_reported(on_ranks):
+    (found,) = on_ranks(1, noise_in_evaluation)
+    assert [line.split(" draws")[0] for line in found] == [f"onefold.batch_chunks: blocks.{index}" for index in (0, 1)]
 
 
 def copies() -> list[str]:
