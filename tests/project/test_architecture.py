@@ -236,7 +236,7 @@ BUDGETS = {
     "engine": 2_700,
     "offload": 3_020,
     "optim": 5_350,
-    "plan": 1_860,
+    "plan": 1_870,
     "report": 1_600,
     "runtime": 5_400,
     "tools": 8_500,
