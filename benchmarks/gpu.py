@@ -98,6 +98,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--device-memory", type=float, help="onefold.device_memory of offloaded systems, in GB")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
+    parser.add_argument(
+        "--batch-chunks",
+        type=parse_chunks,
+        default=0,
+        help="chunks in which blocks compute each batch, or auto; also computes the loss in tiles (only onefold)",
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--systems", type=parse_systems, help="default: torch,onefold; with --ranks " + ",".join(RANKS_SYSTEMS)
@@ -116,6 +122,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--snapshot records step {SNAPSHOT_STEP + 1}, which must not be timed: --warmup is too small")
     if not torch.cuda.is_available():
         parser.error("no CUDA device here; `python -m benchmarks.compare` runs on the CPU")
+    if arguments.batch_chunks and not all("onefold" in system for system in arguments.systems or [REFERENCE]):
+        parser.error("--batch-chunks needs systems of onefold alone: --systems offload-onefold-3")
     arguments.systems = arguments.systems or (RANKS_SYSTEMS if arguments.ranks else parse_systems("torch,onefold"))
     return arguments
 
@@ -125,6 +133,14 @@ def parse_presets(text: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown preset {unknown[0]!r}; known: {', '.join(PRESETS)}")
     return text.split(",")
+
+
+def parse_chunks(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError("a number of chunks is a whole number, or auto")
+    return int(text)
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -235,7 +251,8 @@ def describe(job: Job, num_rounds: int) -> dict[str, str]:
         "model": f"GPT {workload.preset}, {size} parameters, {workload.dtype}",
         "job": f"{where}, {f'{workload.micro_steps} micro-steps of ' if workload.micro_steps > 1 else ''}"
         f"{workload.batch} x {workload.sequence} tokens {each}"
-        f"{f', device_memory {workload.device_memory:g} GB' if workload.device_memory is not None else ''}; "
+        f"{f', device_memory {workload.device_memory:g} GB' if workload.device_memory is not None else ''}"
+        f"{f', in {workload.batch_chunks} batch chunks, loss in tiles' if workload.batch_chunks else ''}; "
         f"{num_rounds} rounds of {workload.num_steps} timed steps after {workload.num_warmup_steps}",
     }
 
@@ -308,6 +325,7 @@ def run_jobs(arguments: argparse.Namespace, details: dict[str, str], environment
                 recompute=arguments.recompute,
                 micro_steps=arguments.micro_steps,
                 device_memory=arguments.device_memory,
+                batch_chunks=arguments.batch_chunks,
             )
             jobs.append(run_job(workload, num_ranks, arguments, environment))
             facts = {**describe(jobs[-1], arguments.rounds), **details}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+# Computes the loss from the last hidden states, the head and the targets, instead of from the logits.
+Loss = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, shape: ModelShape, recompute: bool = False) -> None:
+    def __init__(self, shape: ModelShape, recompute: bool = False, loss: Loss | None = None) -> None:
         super().__init__()
         self.recompute = recompute
+        self.loss = loss
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.max_sequence, shape.width)
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.num_layers)])
@@ -75,6 +80,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        if self.loss is not None:
+            return self.loss(self.norm(x), self.head, targets)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

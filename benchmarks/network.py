@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,8 @@ QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
 FLAT = {"collective": "exchange"}
 REFERENCE = "stage-3"
+# Micro-steps, or chunks, into which a batch is divided.
+NUM_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Setting:
     zero: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
+    micro_steps: int = 1
+    """Micro-steps per step, into which the batch is divided."""
 
 
 SETTINGS: dict[str, Setting] = {
@@ -68,6 +72,8 @@ SETTINGS: dict[str, Setting] = {
     "qwZ": Setting(zero=QWZ),
     "qgZ": Setting(zero=QGZ),
     "all-three": Setting(zero={**HPZ, **QWZ, **QGZ}),
+    "micro-steps": Setting(micro_steps=NUM_PARTS),
+    "chunks": Setting(own={"batch_chunks": NUM_PARTS}),
 }
 UNSHAPED = "unshaped"
 HEADER = [
@@ -96,6 +102,8 @@ settings:
   qwZ           zero_quantized_weights: parameters travel as 8 bits
   qgZ           zero_quantized_gradients: gradients travel as 8 bits inside a host, then as 4 bits across
   all-three     hpZ, qwZ and qgZ together
+  micro-steps   {REFERENCE} with the batch in {NUM_PARTS} micro-steps (--batch {NUM_PARTS} or more)
+  chunks        {REFERENCE} with the batch in {NUM_PARTS} chunks (onefold.batch_chunks)
   ddp           PyTorch's DistributedDataParallel with autocast: gradients as fp32
   fsdp2, -bf16  PyTorch's FSDP2, which reshards; gradients as fp32, or as bf16
 
@@ -104,6 +112,7 @@ examples:
   python -m benchmarks.network --rate 50mbit,1gbit        two cables
   python -m benchmarks.network --ranks 2,4                two ranks on each host, and four
   python -m benchmarks.network --settings {REFERENCE},all-three --rate 100mbit --steps 8
+  python -m benchmarks.network --settings {REFERENCE},micro-steps,chunks --batch 8 --rate 1gbit
   python -m benchmarks.network --report network.md        a report too, with network.png beside it
 
 {NEEDS}
@@ -321,7 +330,9 @@ def _build(setting: Setting, workload: Workload, model: GPT) -> tuple[Step, Any]
         return SYSTEMS[setting.system](lambda: model, workload), None
     import onefold
 
-    config = zero_config(setting.stage, workload)
+    num_parts = setting.micro_steps
+    part = dataclasses.replace(workload, batch=workload.batch // num_parts, micro_steps=num_parts)
+    config = zero_config(setting.stage, part)
     on_host = int(os.environ["LOCAL_WORLD_SIZE"])
     zero = {key: on_host if value == HOST else value for key, value in setting.zero.items()}
     config["zero_optimization"] |= {**(NOTHING_KEPT if setting.stage == 3 else {}), **zero}
@@ -329,19 +340,23 @@ def _build(setting: Setting, workload: Workload, model: GPT) -> tuple[Step, Any]
     engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss
+        losses = []
+        for some in zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True):
+            losses.append(engine(*some))
+            engine.backward(losses[-1])
+            engine.step()
+        return torch.stack(losses).mean()
 
     return step, engine
 
 
 def _measure(setting: Setting, workload: Workload, shape: ModelShape, interface: str) -> dict[str, Any]:
-    from onefold.comm.exchange import ACROSS
+    from onefold.comm.mesh import ACROSS
 
     torch.manual_seed(workload.seed)
     model = GPT(shape)
+    for block in model.blocks:
+        block.forward = _widened(block.forward)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     step, engine = _build(setting, workload, model)
     losses = []
@@ -390,6 +405,16 @@ class WideProducts(TorchFunctionMode):
         if function is functional.scaled_dot_product_attention:
             return function(*(values.float() for values in args), **kwargs).to(args[0].dtype)
         return function(*args, **(kwargs or {}))
+
+
+def _widened(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is wide wherever it is called: backward, which recomputes chunks, runs outside of the mode."""
+
+    def wide(*args: Any) -> Any:
+        with WideProducts():
+            return forward(*args)
+
+    return wide
 
 
 class _Product(torch.autograd.Function):
@@ -552,6 +577,13 @@ def parse_rates(text: str) -> list[Rate]:
     return rates
 
 
+def set_by_default() -> list[str]:
+    """All but those that divide the batch, which is a single sequence by default."""
+    return [
+        name for name, setting in SETTINGS.items() if setting.micro_steps == 1 and "batch_chunks" not in setting.own
+    ]
+
+
 def parse_settings(text: str) -> list[str]:
     chosen = list(dict.fromkeys(text.split(",")))
     for name in chosen:
@@ -582,7 +614,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"what the cable carries each way, one or more: 200mbit, 1.5gbit, {UNSHAPED} (default: %(default)s)",
     )
     parser.add_argument(
-        "--settings", type=parse_settings, default=",".join(SETTINGS), help="one or more (default: %(default)s)"
+        "--settings", type=parse_settings, default=",".join(set_by_default()), help="one or more (default: %(default)s)"
     )
     parser.add_argument(
         "--ranks", type=parse_ranks, default="2", help="ranks on each host, one or more (default: %(default)s)"
@@ -598,6 +630,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("batch", "steps", "warmup", "rounds"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if arguments.batch % NUM_PARTS and not set(arguments.settings) <= set(set_by_default()):
+        parser.error(f"--batch must be a multiple of {NUM_PARTS} for micro-steps and chunks")
     longest = PRESETS[arguments.preset].max_sequence
     if not 1 <= arguments.sequence <= longest:
         parser.error(f"--sequence must be 1 to {longest} for {arguments.preset}")

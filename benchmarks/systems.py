@@ -43,6 +43,8 @@ class Workload:
     """Micro-steps per step. Each has `batch` sequences."""
     device_memory: float | None = None
     """`onefold.device_memory` of offloaded systems, in GB."""
+    batch_chunks: int | str = 0
+    """`onefold.batch_chunks` of onefold's systems, which then also compute the loss in tiles."""
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -213,7 +215,7 @@ def _onefold(
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
-        config = {**zero_config(stage, workload), "onefold": own}
+        config = {**zero_config(stage, workload), "onefold": {**own, "batch_chunks": workload.batch_chunks}}
         config["optimizer"] = optimizer or config["optimizer"]
         config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
         with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
@@ -242,7 +244,8 @@ def _offloaded(
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
-        config = {**zero_config(stage, workload), "onefold": dict(own or {})}
+        own_section = {**(own or {}), "batch_chunks": workload.batch_chunks}
+        config = {**zero_config(stage, workload), "onefold": own_section}
         config["zero_optimization"] |= {"overlap_comm": True, **offload}
         with onefold.zero.Init(config_dict_or_path=config, enabled=stage == 3):
             model = construct()

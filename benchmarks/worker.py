@@ -91,14 +91,16 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
         torch.cuda.set_device(device)
     start_group(system, device)
 
-    shape = PRESETS[workload.preset]
+    shape, loss = PRESETS[workload.preset], None
+    if workload.batch_chunks:
+        from onefold import tiled_cross_entropy as loss
     torch.manual_seed(workload.seed)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
 
     def construct() -> GPT:
         with device:
-            return GPT(shape, recompute=workload.recompute)
+            return GPT(shape, recompute=workload.recompute, loss=loss)
 
     snapshot = os.environ.get(SNAPSHOT) if cuda and rank == 0 else None
     if snapshot is not None:  # it then also says who allocated what was there before that step

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onefold.optim.matrix_rules import MatrixRule
     from onefold.report.timeline import Profiling
     from onefold.start import add_config_arguments, initialize
+    from onefold.tiled_loss import tiled_cross_entropy
 
 _NAMES = {
     "initialize": "onefold.start",
@@ -28,13 +29,14 @@ _NAMES = {
     "ConfigError": "onefold.config",
     "MatrixRule": "onefold.optim.matrix_rules",
     "Profiling": "onefold.report.timeline",
+    "tiled_cross_entropy": "onefold.tiled_loss",
     "register_as_deepspeed": "onefold.compat.as_deepspeed",
 }
 _MODULES = {"checkpointing", "comm", "config", "fsdp", "utils", "plan", "report", "zero"}
 
 __all__ = [
     "ConfigError", "Engine", "MatrixRule", "Profiling", "add_config_arguments", "init_distributed", "initialize",
-    "register_as_deepspeed",
+    "register_as_deepspeed", "tiled_cross_entropy",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ SECONDS = {
     "test_bench_tiers.py": 20,
     "test_checkpointing.py": 20,
     "test_gpu.py": 130,
+    "test_gpu_chunks.py": 60,
     "test_gpu_codec.py": 30,
     "test_gpu_fsdp.py": 90,
     "test_gpu_held_parameters.py": 80,

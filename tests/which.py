@@ -116,6 +116,7 @@ ELSEWHERE = {
     "utils/": "runtime/zero offload/offload_cases checkpoint/checkpoints engine/engine",
     "utils/zero_to_fp32.py": "checkpoint/export",
     "version.py": "cli/env_report",
+    "tiled_loss.py": "runtime/tiled_loss",
     "window.py": "engine/window engine/engine",
     "zero.py": "runtime/zero compat/huggingface engine/parking",
 }

@@ -12,6 +12,7 @@ from onefold import checkpointing
 from onefold.checkpointing import is_configured, partition_activations_in_checkpoint, reset, set_num_layers
 from onefold.compat.accelerator import get_accelerator
 from onefold.compat.config import read_config
+from onefold.runtime.chunked_call import ChunkedCall
 
 __all__ = [
     "CudaRNGStatesTracker", "checkpoint", "configure", "detach_variable", "get_cuda_rng_tracker", "is_configured",
@@ -139,4 +140,10 @@ class TiledMLP:
     @staticmethod
     def apply(fn: Callable[[Any, Any], Any], module: Any, x: Any, shards: int, compute_params: Any = None) -> Any:
         """Return `fn(module, x)` for a function of each position, in parts of `x` along its second dimension."""
-        return torch.cat([checkpoint(fn, module, part) for part in x.chunk(shards, dim=1)], dim=1)
+
+        def by_position(part: Any) -> Any:
+            return fn(module, part.transpose(0, 1)).transpose(0, 1)
+
+        positions = x.transpose(0, 1)
+        found = ChunkedCall("TiledMLP", by_position, (positions,), {}).run(shards, [positions], [*module.parameters()])
+        return found.transpose(0, 1)

@@ -118,6 +118,14 @@ class OnefoldSection:
         "result is the same. It needs `gradient_clipping` 0 and `nonfinite_gradients` ignore, and hyperparameters must "
         "not change between backward and step.",
     )
+    batch_chunks: int | None = key(
+        0,
+        "Number of chunks in which each block computes a micro-batch. Chunks are recomputed in backward, so the "
+        "activations of one chunk are held at a time, and a block is gathered once for all chunks. auto: chunks of "
+        "about 8,192 tokens; 0: no chunks, and no recomputation.",
+        minimum=0,
+        auto=True,
+    )
     nccl_error_handling: Literal["onefold", "torch"] = key(
         "onefold",
         "Component that ends NCCL collectives that hang. onefold: the hang detector, which names the ranks, with "

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.runtime import Hooks, Unit
+from onefold.runtime.batch_chunks import ChunkedForward
 
 
 class CompiledUnits:
@@ -21,7 +22,11 @@ class CompiledUnits:
         """Compile the forward of each unit that encloses no others."""
         for unit in (unit for unit in units if not unit.encloses):
             hooks.stop_watching(unit.module)
-            compiled = torch.compile(unit.module.forward, backend=backend, **options)
+            forward = unit.module.forward
+            if isinstance(forward, ChunkedForward):
+                forward.compile(backend, options)  # the forward of one chunk
+                continue
+            compiled = torch.compile(forward, backend=backend, **options)
             # A module may have a forward that was set on the instance: `restore` sets it again.
             self._forwards.append((unit.module, unit.module.__dict__.get("forward")))
             unit.module.forward = compiled  # type: ignore[method-assign]

@@ -35,6 +35,8 @@ class UnitCut:
     parameters: tuple[str, ...]
     has_tied: bool
     """Some of the parameters are tied: they have two names in the model."""
+    is_block: bool = False
+    """The module is a block, not the root nor an embedding or head with many parameters."""
 
 
 def cut(
@@ -47,7 +49,7 @@ def cut(
 
     `numel` returns the unsharded size of a parameter, which may be a placeholder.
     """
-    blocks = _blocks(model, names, leaves or LeafModule(), numel)
+    repeated, blocks = _blocks(model, names, leaves or LeafModule(), numel)
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
@@ -60,7 +62,9 @@ def cut(
         members[owner].append(occurrences[0])
         if len(occurrences) > 1:
             tied.add(owner)
-    return [UnitCut(module, tuple(found), module in tied) for module, found in members.items() if found]
+    return [
+        UnitCut(module, tuple(found), module in tied, module in repeated) for module, found in members.items() if found
+    ]
 
 
 def _owner(parameter: str, blocks: Container[str]) -> str:
@@ -85,8 +89,8 @@ def persistent_parameters(sizes: Mapping[str, int], threshold: int, in_all: int)
 
 def _blocks(
     model: nn.Module, names: Sequence[str], leaves: LeafModule, numel: Callable[[nn.Parameter], int]
-) -> list[str]:
-    """Return the paths of the blocks, in module order."""
+) -> tuple[set[str], list[str]]:
+    """Return the paths of the repeated blocks, and of all blocks in module order."""
     chosen = _named(model, names) if names else _no_split(model) or _outermost(_repeated(model))
     chosen = _outermost(chosen | _leaves(model, leaves))
     large = {
@@ -96,7 +100,7 @@ def _blocks(
         and path
         and not _owner(f"{path}.", chosen)
     }
-    return [path for path, _ in model.named_modules() if path in chosen | large]
+    return chosen, [path for path, _ in model.named_modules() if path in chosen | large]
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> set[str]:

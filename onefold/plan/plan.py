@@ -235,6 +235,8 @@ class Plan:
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
     limits: Limits = field(default_factory=Limits)
+    batch_chunks: int | None = 0
+    """The number of chunks in which blocks compute a batch. None chooses it by the batch, 0 computes it whole."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -357,6 +359,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             unsharded=zero.stage3_max_live_parameters,
             reuse=zero.stage3_max_reuse_distance,
         ),
+        batch_chunks=own.batch_chunks,
     )
 
 

@@ -25,6 +25,7 @@ from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
 from onefold.plan.device_cache import cached_bytes
 from onefold.plan.traffic import is_streamed
 from onefold.runtime import Schedule, Unit
+from onefold.runtime.batch_chunks import ROWS_OF_CHUNK
 
 
 def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
@@ -118,6 +119,10 @@ def describe(
         lines.append(
             f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)} of these"
         )
+    if plan.batch_chunks != 0:
+        blocks = sum(unit.is_block and not unit.encloses for unit in units)
+        chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
+        lines.append(f"batch chunks      {blocks} blocks compute and recompute each micro-batch in {chunks}")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from onefold.config import ConfigError
 from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_memory
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
 from onefold.plan.traffic import OffloadedStepSplit
+from onefold.runtime.batch_chunks import check_blocks
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -95,7 +96,10 @@ def plan_units(
     )
     specs = []
     split = OffloadedStepSplit()
-    for found in cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel()):
+    cuts = cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel())
+    if plan.batch_chunks != 0:
+        check_blocks(model, cuts)
+    for found in cuts:
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:
             parameter = parameters[name]
@@ -152,6 +156,7 @@ def build_units(
         detach(parameter for param in params for parameter in param.parameters)
         path = spec.found.module
         unit = Unit(path, modules[path], params, index=index, reduces_at_end=spec.found.has_tied)
+        unit.is_block = spec.found.is_block
         _initialise(modules, on_meta & {name for param in params for name, _ in param.named_parameters()}, units)
         for param, is_in_sync in zip(params, in_sync, strict=True):
             if not is_in_sync:

@@ -133,13 +133,17 @@ _OF_EVERY_MODULE = {*nn.Module().__dict__, "_onefold_external"}
 
 def output_nodes(module: nn.Module, output: Any) -> list[Any]:
     """Return the nodes before which the backward of a call begins: of its output, and of tensors stored on modules."""
-    stored = [
-        value
-        for inner in module.modules()
+    return list(producers([output, [value for _, value in stored_tensors(module)]]))
+
+
+def stored_tensors(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module, and of those inside it, that may hold tensors, with their names."""
+    return [
+        (f"{path}.{name}" if path else name, value)
+        for path, inner in module.named_modules()
         for name, value in inner.__dict__.items()
         if name not in _OF_EVERY_MODULE and may_hold_tensors(value)
     ]
-    return list(producers([output, stored]))
 
 
 def producers(output: Any) -> Iterable[Any]:

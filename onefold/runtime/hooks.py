@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from onefold.runtime.batch_chunks import ChunkedBlocks
 from onefold.runtime.call_hooks import ModuleHook, while_alive
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.model_watch import ModelWatch
@@ -46,6 +47,9 @@ class Hooks:
         # Whether state dicts may have placeholders for sharded parameters, which raise when they are used or saved.
         self.state_dicts_may_be_empty = False
         self._watched: list[weakref.ref[nn.Module]] = []
+        plan = schedule.context.plan
+        self._blocks = ChunkedBlocks(schedule.units, plan.batch_chunks) if plan.batch_chunks != 0 else None
+        schedule.chunk_checks = self._blocks.checks if self._blocks is not None else None
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
         self._handles.append(model.register_state_dict_pre_hook(ModuleHook(me, model, Hooks.before_root_state_dict)))
@@ -129,6 +133,8 @@ class Hooks:
     def remove(self) -> None:
         """Remove all hooks."""
         self._model_watch.remove()
+        if self._blocks is not None:
+            self._blocks.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

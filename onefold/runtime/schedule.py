@@ -22,6 +22,7 @@ from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan
 from onefold.pool import Pool
+from onefold.runtime.batch_chunks import ChunkChecks
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives, PendingCollective
 from onefold.runtime.order import Order, Request
@@ -56,6 +57,8 @@ class Schedule:
         self.memory = memory
         stores = [param.store for unit in units for param in unit.params]
         self._cache = DeviceCache(stores, plan, self.agreement, memory.bus.device) if memory is not None else None
+        # The checks of chunked blocks in the first step; None without chunks.
+        self.chunk_checks: ChunkChecks | None = None
         frozen = [param for unit in units for param in unit.params if not param.trainable]
         self._frozen = [(name, p) for param in frozen for name, p in param.named_parameters() if not p.requires_grad]
 
@@ -118,6 +121,8 @@ class Schedule:
             self.memory.forget_prefetched()
         self.reshard_all()
         self.context.in_backward = False
+        if self.chunk_checks is not None:
+            self.chunk_checks.end_backward(self.agreement)
 
     def abort_backward(self) -> None:
         """Discard a backward that raised, after joining what the other ranks still launch in it."""

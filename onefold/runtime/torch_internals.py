@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -56,6 +57,24 @@ def may_hold_tensors(value: Any) -> bool:
 def inside_backward() -> bool:
     """Return whether autograd is running a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def outside_checkpoint() -> Iterator[None]:
+    """Save tensors for backward as if no checkpoint of torch were around this call.
+
+    A non-reentrant checkpoint replaces saved tensors by a recomputation. A call that recomputes itself saves its inputs
+    only, so that the checkpoint around it has nothing to recompute.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)  # type: ignore[attr-defined]
 
 
 def inside_transform() -> bool:

@@ -47,8 +47,8 @@ class Unit:
         # Flat parameters that a step changes and every rank stores: all-gathered after the step.
         self.updated_params = [param for param in self.trained_params if param.stays_unsharded]
         self.index = index
-        # Whether its module contains modules of other units.
-        self.encloses = False
+        # Whether its module is a repeated block, and whether it contains modules of other units.
+        self.is_block = self.encloses = False
         # Whether the unit is reduced only when a backward ends, because a tied parameter may get two gradients in it.
         self.reduces_at_end = reduces_at_end
         self.param_state = ParameterState.UNSHARDED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -37,3 +38,23 @@ def test_the_kernel_counts_what_the_ledger_says():
     assert plain.mean("left") == pytest.approx(2 / 3 * flat.mean("left"), rel=0.01)
     assert plain.losses == flat.losses
     assert coded.losses == pytest.approx(plain.losses, rel=2e-2)
+
+
+@pytest.mark.slow
+def test_chunks_send_what_one_micro_step_sends():
+    workload = dataclasses.replace(WORKLOAD, batch=4)
+    try:
+        names = ["stage-3", "chunks", "micro-steps"]
+        whole, chunks, accumulated = run(names, workload, Rate(UNSHAPED), timeout=240, shape=SHAPE, num_ranks=1)
+    except NoNetwork as reason:
+        pytest.skip(str(reason))
+    for found in (whole, chunks, accumulated):
+        assert found.error is None, found.error
+        for host in found.hosts:
+            assert host.left == pytest.approx(host.left_by_ledger, rel=0.01)
+    assert [host.left_by_ledger for host in chunks.hosts] == [host.left_by_ledger for host in whole.hosts]
+    # Each of two ranks sends its half of the parameters twice, and the other's half of the gradients once, as bf16.
+    per_pass = 3 * whole.num_parameters / 2 * 2
+    assert chunks.mean("left_by_ledger") == pytest.approx(per_pass, rel=0.01)
+    assert accumulated.mean("left_by_ledger") == pytest.approx(4 * per_pass, rel=0.01)
+    assert chunks.losses == pytest.approx(whole.losses, rel=2e-2)

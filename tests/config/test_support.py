@@ -41,6 +41,7 @@ COUNT_ALONE = {
     "onefold.node_size",
     "onefold.node_sums_dtype",
     "onefold.units",
+    "onefold.batch_chunks",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",
     "onefold.nccl_error_handling",

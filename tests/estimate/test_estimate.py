@@ -37,6 +37,7 @@ from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting, s
 from onefold.tools.estimate.shapes import SHAPES, known_shape
 from onefold.tools.estimate.step_bench import measure_host
 from onefold.tools.estimate.textbook import MOMENTS, MOMENTS_AND_MASTER, count_as_textbook
+from onefold.tools.train.gpt import GPT, GPTConfig
 
 # -- the dry run and the run -------------------------------------------------------------------------------------------
 
@@ -69,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "accumulation": {"gradient_accumulation_steps": 3},
     "bf16": {"bf16": {"enabled": True}},
+    "chunks": {"onefold": {"batch_chunks": 3}},
     "overlap": {"zero_optimization": {"overlap_comm": True}},
     "muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
 }
@@ -320,6 +322,58 @@ def test_recomputing_is_named_where_activations_are_why_states_leave_the_gpu():
     found = forecast(question, settings_for(machine)[4:5], finds_batch=False)
     assert found[0].fits
     assert "Activation checkpointing (--recompute) frees" in advise(question, found).reason
+
+
+def accumulating(bus: float = 1e12, micro_batch: int = 4, **more: Any) -> tuple[Question, list[Any]]:
+    """Four micro-steps with everything on the host, over a bus of this rate."""
+    machine = adjust(find_machine("H100"), bus=bus)
+    base = {**DEFAULT_CONFIG, "gradient_accumulation_steps": 4, **more}
+    question = Question(find_model("25m", recompute=True), machine, base, micro_batch, 256)
+    (setting,) = (each for each in settings_for(machine) if each.name == "stage 3 + optimizer, param cpu")
+    return question, forecast(question, [setting], finds_batch=False)
+
+
+def test_chunks_are_advised_where_a_link_bounds_accumulation():
+    question, (found,) = accumulating(bus=1e8)
+    assert found.bound_by == "host bus"
+    assert "One micro-batch of 16 with onefold.batch_chunks 4 takes about" in advise(question, [found]).reason
+    document = question.in_chunks().document(found.setting, 16)
+    assert document["gradient_accumulation_steps"] == 1
+    assert document["onefold"]["batch_chunks"] == 4
+    (chunked,) = forecast(question.in_chunks(), [found.setting], finds_batch=False)
+    assert chunked.step < found.step / 2
+    whole = {**question.in_chunks().config, "onefold": {}}
+    (alone,) = forecast(replace(question.in_chunks(), config=whole), [found.setting], finds_batch=False)
+    assert chunked.device.activations < alone.device.activations
+    assert chunked.offload_traffic == alone.offload_traffic
+
+
+def test_chunks_are_not_advised_elsewhere():
+    question, found = accumulating()
+    assert found[0].bound_by not in ("host bus", "disk")
+    assert "batch_chunks" not in advise(question, found).reason
+    question, found = accumulating(bus=1e8, onefold={"batch_chunks": 2})
+    assert found[0].bound_by == "host bus"
+    assert "batch_chunks" not in advise(question, found).reason
+
+
+def test_chunks_that_do_not_fit_are_reported_with_the_logits_they_need():
+    def build() -> nn.Module:
+        with META:
+            return GPT(GPTConfig(num_layers=4, num_heads=2, dim=128, sequence_length=256, vocab_size=30_000))
+
+    def loss_of(batch: int, length: int) -> Any:
+        tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
+        return lambda call: call(tokens, tokens)
+
+    source = ModelSource("a GPT with many words", build, loss_of, vocabulary=30_000)
+    question, (found,) = accumulating(bus=1e8)
+    question = replace(question, model=source, micro_batch=2)
+    (found,) = forecast(question, [found.setting], finds_batch=False)
+    question = replace(question, machine=adjust(question.machine, memory=found.device.total + 1_000_000))
+    said = advise(question, forecast(question, [found.setting], finds_batch=False)).reason
+    assert "One micro-batch of 8 with onefold.batch_chunks 4 gathers them once, but is short by" in said
+    assert "onefold.tiled_cross_entropy saves most of its 0.7 GB of logits" in said
 
 
 # -- the largest micro-batch -------------------------------------------------------------------------------------------

@@ -49,9 +49,10 @@ def plan(options: argparse.Namespace) -> int:
     from onefold.tools.estimate.question import settings_for
 
     question = ask(options)
+    timer = _timer(question.machine)
     with progress_bar("plan", in_bytes=False) as show_progress:
-        found = forecast(question, settings_for(question.machine), show_progress, timer=_timer(question.machine))
-    advice = advise(question, found)
+        found = forecast(question, settings_for(question.machine), show_progress, timer=timer)
+    advice = advise(question, found, timer)
     if options.json:
         print(json.dumps(facts_of(question, found, advice), indent=2))
     else:

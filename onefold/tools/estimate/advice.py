@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from onefold.config import load_config
-from onefold.tools.estimate.forecast import MARGIN, Forecast
+from onefold.config import ConfigError, load_config
+from onefold.tools.estimate.forecast import MARGIN, Forecast, forecast
 from onefold.tools.estimate.machines import GB
+from onefold.tools.estimate.ops import OpTimer
 from onefold.tools.estimate.question import Question
 
+_LINKS = ("GPU links", "node links", "host bus", "disk")
 # Settings whose times differ by less are compared by their traffic and memory.
 _ABOUT = 1.03
 
@@ -22,7 +24,7 @@ class Advice:
     reason: str
 
 
-def advise(question: Question, found: Sequence[Forecast]) -> Advice:
+def advise(question: Question, found: Sequence[Forecast], timer: OpTimer | None = None) -> Advice:
     """Recommend the fastest setting that fits.
 
     Among settings of about the same speed, prefer those that round nothing, leave free memory, and send and store less.
@@ -45,7 +47,31 @@ def advise(question: Question, found: Sequence[Forecast]) -> Advice:
         close,
         key=lambda each: (_is_rounded(each), each.is_tight, _bytes_moved(each), each.device.total, -found.index(each)),
     )
-    return Advice(best.setting.name, _why(question, best, found))
+    return Advice(best.setting.name, _why(question, best, found) + _hint_at_chunks(question, best, timer))
+
+
+def _hint_at_chunks(question: Question, best: Forecast, timer: OpTimer | None) -> str:
+    """Compare accumulation that is bound by a link with one micro-batch in chunks, which gathers each block once."""
+    number, config = question.num_micro_steps, load_config(question.document(best.setting, 1))
+    if number == 1 or config.onefold.batch_chunks != 0 or best.bound_by not in _LINKS or best.step is None:
+        return ""
+    together = question.in_chunks()
+    try:
+        (chunked,) = forecast(together, [best.setting], finds_batch=False, timer=timer)
+    except ConfigError:  # blocks that mix the samples of a batch
+        return ""
+    text = (
+        f" Its {number} micro-steps gather every block {number} times. One micro-batch of {together.micro_batch} with "
+        f"onefold.batch_chunks {number}"
+    )
+    if chunked.fits and chunked.step is not None and chunked.step * _ABOUT < best.step:
+        return f"{text} takes about {chunked.step:.2f} s/step and {chunked.device.total / GB:.1f} GB of each GPU."
+    if chunked.fits:
+        return ""
+    text += f" gathers them once, but is {chunked.shortages[0]}."
+    if chunked.device.logits > sum(shortage.lack for shortage in chunked.shortages):
+        text += f" onefold.tiled_cross_entropy saves most of its {chunked.device.logits / GB:.1f} GB of logits."
+    return text
 
 
 def _bytes_moved(each: Forecast) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.plan.cut import cut
+from onefold.runtime.torch_internals import inside_backward
 from onefold.tools.estimate.dry_run import META, LossOf
 from onefold.tools.estimate.machines import PlanError
 from onefold.tools.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
@@ -230,9 +231,13 @@ def _recompute(block: nn.Module) -> None:
     from torch.utils.checkpoint import checkpoint
 
     forward = block.forward
-    block.forward = lambda *args, **kwargs: checkpoint(  # type: ignore[method-assign]
-        forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-    )
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if inside_backward():  # a chunked block recomputes itself
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    block.forward = recomputed  # type: ignore[method-assign]
 
 
 def _call_with_tokens(call: Callable[..., Any], batch: int, length: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onefold.plan import Placement
@@ -58,13 +58,25 @@ class Question:
         """Return the base config with this setting and micro-batch in place of its own."""
         base = {key: value for key, value in self.config.items() if key not in _BATCH}
         zero = {key: value for key, value in base.get("zero_optimization", {}).items() if key not in _CHOSEN}
-        accumulation = self.config.get("gradient_accumulation_steps", 1)
         return {
             **base,
             "zero_optimization": {**zero, **setting.zero},
             "train_micro_batch_size_per_gpu": micro_batch,
-            "gradient_accumulation_steps": accumulation if isinstance(accumulation, int) else 1,
+            "gradient_accumulation_steps": self.num_micro_steps,
         }
+
+    @property
+    def num_micro_steps(self) -> int:
+        """The micro-steps of a step."""
+        accumulation = self.config.get("gradient_accumulation_steps", 1)
+        return accumulation if isinstance(accumulation, int) else 1
+
+    def in_chunks(self) -> Question:
+        """Return the question with all micro-steps as one micro-batch, in as many chunks."""
+        number = self.num_micro_steps
+        own = {**self.config.get("onefold", {}), "batch_chunks": number}
+        config = {**self.config, "gradient_accumulation_steps": 1, "onefold": own}
+        return replace(self, config=config, micro_batch=number * (self.micro_batch or 1))
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -1,0 +1,157 @@
+"""The loss in tiles: that of the whole logits, which never exist, also where the head is sharded or tied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import VOCABULARY, Net, config, net, rank, start, weights_of
+from torch import nn
+from torch.nn import functional as F
+
+import onefold
+from onefold.runtime import Unit
+from onefold.tiled_loss import _default_num_tiles
+
+
+class Tiled(Net):
+    """With the loss in tiles, of the head or of its weight."""
+
+    by_weight = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return onefold.tiled_cross_entropy(h, self.head.weight if self.by_weight else self.head, y, 3)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most rows of logits that any operation has returned."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] == VOCABULARY:
+            self.rows = max(self.rows, len(out))
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["module", "weight"])
+def test_loss_and_gradients_are_those_of_the_whole_logits(kind, reduction):
+    torch.manual_seed(0)
+    head = nn.Linear(2, VOCABULARY, bias=kind == "module")
+    hidden, targets = torch.randn(4, 5, 2, requires_grad=True), torch.randint(0, VOCABULARY, (4, 5))
+    targets[1:3, 2:] = -100
+    expected = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction=reduction)
+    expected = expected.reshape(4, 5) if reduction == "none" else expected
+    inputs = [hidden, *head.parameters()]
+    with Largest() as largest:
+        given = head if kind == "module" else head.weight
+        found = onefold.tiled_cross_entropy(hidden, given, targets, 7, reduction=reduction)
+        gradients = torch.autograd.grad(found.sum(), inputs)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), inputs))
+    assert largest.rows == 3
+    assert "forward" not in head.__dict__
+
+
+def test_gradients_of_the_head_add_in_fp32():
+    weight = nn.Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
+    hidden = torch.full((1001, 1), 2.0**-8, dtype=torch.bfloat16)
+    hidden[0] = 1
+    targets = torch.zeros(1001, dtype=torch.long)
+    onefold.tiled_cross_entropy(hidden, weight, targets, 1001, reduction="sum").backward()
+    assert weight.grad is not None
+    assert weight.grad[1].item() == pytest.approx((1 + 1000 / 256) / 2, rel=2**-7)
+
+
+def losses(kind: type[Net], stage: int, tied: bool, by_weight: bool, offload: bool, dtype: str) -> Any:
+    torch.manual_seed(5 + rank())
+    model = kind(tied=tied)
+    model.by_weight = by_weight
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero |= {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")} if offload else {}
+    more = {"bf16": {"enabled": dtype == "bf16"}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = start(model, config(stage, zero_optimization=zero, onefold={"units": ["Block", "head", "embed"]}, **more))
+    generator = torch.Generator().manual_seed(rank())
+    found = []
+    for _ in range(3):
+        x = torch.randint(0, VOCABULARY, (4, 7), generator=generator)
+        loss = engine(x, x.roll(-1, 1))
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), engine.get_global_grad_norm()]
+    weights = weights_of(engine.module)
+    engine.destroy()
+    return found, weights
+
+
+@pytest.mark.parametrize(
+    ("stage", "tied", "by_weight", "offload", "dtype"),
+    [
+        (3, False, False, False, "fp32"),
+        (3, False, True, False, "fp32"),
+        (3, True, False, False, "fp32"),
+        (3, False, False, True, "bf16"),
+        (1, True, True, False, "bf16"),
+    ],
+)
+def test_the_head_may_be_sharded_tied_or_offloaded(on_ranks, stage, tied, by_weight, offload, dtype):
+    case = (stage, tied, by_weight, offload, dtype)
+    tolerance = {"fp32": 1e-5, "bf16": 2e-2}[dtype]
+    plain, tiled = (on_ranks(2, losses, kind, *case) for kind in (Net, Tiled))
+    for (expected, weights), (found, others) in zip(plain, tiled, strict=True):
+        assert found == pytest.approx(expected, rel=tolerance)
+        for name, weight in weights.items():
+            torch.testing.assert_close(others[name].float(), weight.float(), rtol=tolerance, atol=tolerance)
+
+
+def gathers_of_head() -> int:
+    model = net()
+    model.__class__ = Tiled
+    zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    engine = start(model, config(3, zero_optimization=zero, onefold={"units": ["Block", "head", "embed"]}))
+    found: list[str] = []
+    launch = Unit.launch_all_gather
+
+    def count(units: Any, **options: Any) -> None:
+        found.extend(unit.name for unit in units)
+        launch(units, **options)
+
+    x = torch.zeros(4, 7, dtype=torch.long)
+    for _ in range(2):
+        found.clear()
+        Unit.launch_all_gather = staticmethod(count)
+        try:
+            engine.backward(engine(x, x))
+        finally:
+            Unit.launch_all_gather = staticmethod(launch)
+        engine.step()
+    engine.destroy()
+    return found.count("head")
+
+
+def test_a_sharded_head_is_gathered_once_for_all_tiles(on_ranks):
+    """Once for forward and once for backward."""
+    assert on_ranks(2, gathers_of_head) == [2, 2]
+
+
+def test_default_tiles_have_256_mib_of_logits_and_at_least_1024_tokens():
+    assert _default_num_tiles(torch.empty(32768, 8, device="meta"), 32768) == 16
+    assert _default_num_tiles(nn.Linear(8, 1 << 18, device="meta"), 4096) == 4
+    assert _default_num_tiles(nn.Linear(8, 100, device="meta"), 4096) == 1
+
+
+def test_wrong_arguments_are_refused():
+    hidden, head = torch.zeros(4, 5, 8), nn.Linear(8, 3)
+    with pytest.raises(ValueError, match=r"hidden has 20 tokens \(\[4, 5, 8\]\) and targets have 16"):
+        onefold.tiled_cross_entropy(hidden, head, torch.zeros(4, 4, dtype=torch.long))
+    targets = torch.zeros(4, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match="num_tiles is 0"):
+        onefold.tiled_cross_entropy(hidden, head, targets, 0)
+    with pytest.raises(ValueError, match=r"the vocabulary of a Sequential is unknown\. Pass num_tiles"):
+        onefold.tiled_cross_entropy(hidden, nn.Sequential(head), targets)
