@@ -6,7 +6,8 @@ and copied back. Three chunks are in flight: one is copied to the GPU while one 
 host. The next shard starts while the last one is still being copied. A thread of its own launches the copies and waits
 for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards ([Note:
 host and device step together]). Encoded states take a host about forty passes over memory, and a fraction of the bus:
-all of them are streamed. Results have the same bits as with states that are stored on the device.
+all of them are streamed. Results have the same bits as with states that are stored on the device. Gradients and
+weights that are on the GPU already, such as those of an FSDP2 model, are used in place.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class GpuStream:
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
         parts = [part for buffer in buffers for part in buffer.tensors]
         gradient = shard.gradient[start:stop]
-        sources = [tensor for tensor in (gradient, *parts) if not tensor.is_cuda]
+        sources = [tensor for tensor in (gradient, *parts) if not _is_on_gpu(tensor)]
         copies = dict(zip(map(id, sources), memory.views_like(sources), strict=True))
         pairs = [(source, copies[id(source)]) for source in sources]
         self._bus.up_together(pairs, shard.last_use).wait_on_stream()
@@ -214,7 +215,11 @@ def _copied_parts(window: StateWindow, gradient: torch.Tensor, size: int) -> lis
     """Return what is copied to the GPU for the first `size` elements of a window."""
     buffers = (window.master, *window.states.values())
     parts = [gradient[:size], *(part for buffer in buffers for part in buffer[:size].tensors)]
-    return [part for part in parts if not part.is_cuda]
+    return [part for part in parts if not _is_on_gpu(part)]
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:
