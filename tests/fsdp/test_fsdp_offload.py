@@ -243,10 +243,11 @@ def bf16_weights_are_rounded_masters() -> list[str | None]:
         reference.step()
         optimizer.zero_grad()
         for name, weight in local(model).items():
-            problems.append(first_difference(weight, shadows[name].detach().bfloat16(), name))
+            problems.append(first_difference(weight, shadows[name].detach().bfloat16().cpu(), name))
     masters = [values["master"].to_local() for values in optimizer.state_dict()["state"].values()]
     problems += [
-        first_difference(master, shadow.detach()) for master, shadow in zip(masters, shadows.values(), strict=True)
+        first_difference(master, shadow.detach().cpu())
+        for master, shadow in zip(masters, shadows.values(), strict=True)
     ]
     return [each for each in problems if each is not None]
 
