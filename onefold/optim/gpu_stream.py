@@ -7,6 +7,7 @@ the host. The next shard starts while the last one is still being copied. A thre
 waits for them. A bus carries fp32 values about as fast as a host steps them, so host and GPU share the fp32 shards
 ([Note: host and device step together]). Encoded states take a host about forty passes over memory, and a fraction of
 the bus: all of them are streamed. Results have the same bits as with states that are stored on the device.
+Gradients and weights that are on the GPU already, such as those of an FSDP2 model, are used in place.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class StreamedShard:
     @property
     def has_gradient_on_device(self) -> bool:
         """Whether the gradient is on the device, and not copied there."""
-        return self.is_cached or self.gradient.is_cuda
+        return self.is_cached or _is_on_gpu(self.gradient)
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class GpuStream:
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
         parts = [part for buffer in buffers for part in buffer.tensors]
         gradient = shard.gradient[start:stop]
-        sources = [part for part in parts if not part.is_cuda]
+        sources = [part for part in parts if not _is_on_gpu(part)]
         sources += [] if shard.has_gradient_on_device else [gradient]
         copies = dict(zip(map(id, sources), memory.views_like(sources), strict=True))
         pairs = [(source, copies[id(source)]) for source in sources]
@@ -225,8 +226,12 @@ class GpuStream:
 def _copied_parts(window: StateWindow, shard: StreamedShard, size: int) -> list[torch.Tensor]:
     """Return what is copied to the GPU for the first `size` elements of a window."""
     buffers = (window.master, *window.states.values())
-    parts = [part for buffer in buffers for part in buffer[:size].tensors if not part.is_cuda]
+    parts = [part for buffer in buffers for part in buffer[:size].tensors if not _is_on_gpu(part)]
     return parts if shard.has_gradient_on_device else [*parts, shard.gradient[:size]]
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def publish_from_host(window: StateWindow, publisher: Publisher, start: int, stop: int) -> None:

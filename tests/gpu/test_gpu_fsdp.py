@@ -73,7 +73,6 @@ def compare(kind: str, dtype: str, how: dict[str, Any], other: dict[str, Any] | 
     return first_difference(found, run(kind, dtype, other, **training)[0])
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("non_blocking", [False, True])
 @pytest.mark.parametrize(
     ("kind", "dtype", "training"),
@@ -82,6 +81,7 @@ def compare(kind: str, dtype: str, how: dict[str, Any], other: dict[str, Any] | 
         ("Adam", "mixed", {"clip": 0.05}),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("world", WORLDS)
 def test_streamed_states_are_bit_equal_to_the_fused_optimizer(
     on_nccl_ranks, world, kind, dtype, training, non_blocking
 ):
@@ -89,31 +89,15 @@ def test_streamed_states_are_bit_equal_to_the_fused_optimizer(
     assert on_nccl_ranks(world, compare, kind, dtype, how, None, {"num_steps": 5, **training}) == [None] * world
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("kind", "dtype", "states"),
     [("AdamW", "bf16", "fp32"), ("AdamW", "fp32", "int8"), ("AdamW", "bf16", "int8"), ("momentum", "bf16", "fp32"),
      ("AMSGrad", "fp32", "int8"), ("Lion", "bf16", "int8"), ("Adagrad", "fp32", "fp32")],
 )  # fmt: skip
+@pytest.mark.parametrize("world", WORLDS)
 def test_streamed_states_are_bit_equal_to_states_on_the_device(on_nccl_ranks, world, kind, dtype, states):
     ratios = [{"ratio": ratio, "states": states} for ratio in (1.0, 0.0)]
     assert on_nccl_ranks(world, compare, kind, dtype, *ratios, {"num_steps": 5, "clip": 0.05}) == [None] * world
-
-
-def test_parameters_without_states_are_not_streamed(on_nccl_ranks):
-    """SGD without momentum has no states of fp32 parameters, until momentum is switched on."""
-    assert on_nccl_ranks(1, streamed, momentum_later_equals, 0.0) == [None]
-
-
-def momentum_later_equals(other: float) -> str | None:
-    traces = []
-    for ratio in (1.0, other):
-        model = sharded_net()
-        optimizer = offload(model, OPTIMIZERS["SGD"](model.parameters()), ratio)
-        train(model, optimizer, 1)
-        optimizer.param_groups[0]["momentum"] = 0.9
-        traces.append(train(model, optimizer, 3, seed=1))
-    return first_difference(*traces)
 
 
 def streamed(case: Any, *args: Any) -> Any:
@@ -149,6 +133,21 @@ def test_checkpoints_resume_with_and_without_offload(on_nccl_ranks, tmp_path):
 
 def test_full_state_dicts_are_loaded(on_nccl_ranks):
     assert on_nccl_ranks(2, streamed, full_state_dict, "bf16") == [None, None]
+
+
+def auto(device_memory: float | None) -> tuple[float | None, int]:
+    model = sharded_net("fp32", width=512, depth=4)
+    optimizer = offload(model, FUSED["AdamW"](model.parameters()), device_memory=device_memory)
+    train(model, optimizer, 1)
+    return optimizer.ratio, optimizer.host_bytes
+
+
+def test_auto_offloads_what_does_not_fit(on_nccl_ranks):
+    """All ranks agree. With little memory everything is offloaded, and with all of the device nothing."""
+    for limit, expected in ((0.001, 1.0), (None, 0.0)):
+        found = on_nccl_ranks(2, auto, limit)
+        assert [ratio for ratio, _ in found] == [expected] * 2
+        assert all((num_bytes > 0) == (expected == 1.0) for _, num_bytes in found)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -189,19 +188,20 @@ def test_device_memory_is_saved_and_host_memory_has_the_documented_bytes(on_nccl
     assert allocated <= without - on_host + gpu_stream.IN_FLIGHT * (CHUNK + 4096) + 512 * 4 * len(numels)
 
 
-def auto(device_memory: float | None) -> tuple[float | None, int]:
-    model = sharded_net("fp32", width=512, depth=4)
-    optimizer = offload(model, FUSED["AdamW"](model.parameters()), device_memory=device_memory)
-    train(model, optimizer, 1)
-    return optimizer.ratio, optimizer.host_bytes
+def test_parameters_without_states_are_not_streamed(on_nccl_ranks):
+    """SGD without momentum has no states of fp32 parameters, until momentum is switched on."""
+    assert on_nccl_ranks(1, streamed, momentum_later_equals, 0.0) == [None]
 
 
-def test_auto_offloads_what_does_not_fit(on_nccl_ranks):
-    """All ranks agree. With little memory everything is offloaded, and with all of the device nothing."""
-    for limit, expected in ((0.001, 1.0), (None, 0.0)):
-        found = on_nccl_ranks(2, auto, limit)
-        assert [ratio for ratio, _ in found] == [expected] * 2
-        assert all((num_bytes > 0) == (expected == 1.0) for _, num_bytes in found)
+def momentum_later_equals(other: float) -> str | None:
+    traces = []
+    for ratio in (1.0, other):
+        model = sharded_net()
+        optimizer = offload(model, OPTIMIZERS["SGD"](model.parameters()), ratio)
+        train(model, optimizer, 1)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        traces.append(train(model, optimizer, 3, seed=1))
+    return first_difference(*traces)
 
 
 def auto_after_load() -> tuple[str | None, int, int]:
