@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
+from test_accumulation import KINDS
+from test_accumulation import run as run_accumulation
 from test_offload_cases import VARIANTS, measure
 
 from onefold.offload.buffer import Buffer
@@ -105,6 +107,13 @@ def test_tiers_below_the_device_are_bit_equal(request, world, dtype, accumulatio
 def test_whoever_steps_them(nccl, who, accumulation):
     """If the device steps all offloaded states, results are bit-equal to states on the device, also with clipping."""
     check_tiers(nccl.run(run_tiers, "bf16", accumulation, "exchange", who), who)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "muon" not in kind])
+def test_accumulation_has_the_bits_of_no_offload_and_the_bytes_of_the_plan(nccl, tmp_path, kind):
+    """The GPU steps all states: with clipping, fp16 overflow, 16-bit sums and quantized states."""
+    for told in nccl.run(run_accumulation, kind, str(tmp_path), "device"):
+        assert told == []
 
 
 def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
