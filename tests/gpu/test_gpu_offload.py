@@ -14,9 +14,11 @@ from test_accumulation import KINDS
 from test_accumulation import run as run_accumulation
 from test_offload_cases import VARIANTS, measure
 
+from onefold.config import Aio
 from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
-from onefold.offload.param_shard import HostShard, Publisher
+from onefold.offload.nvme import SwapFiles
+from onefold.offload.param_shard import DiskShard, HostShard, Publisher, StagingBuffers
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
 from onefold.optim.rules import AdamRule
@@ -225,6 +227,40 @@ def late_readers() -> list[bool]:
 
 def test_what_a_gather_reads_is_not_written_before(nccl):
     assert nccl.run(late_readers) == [[True] * 4]
+
+
+def late_reader_of_memory(folder: str) -> list[bool]:
+    """A gather of a shard on NVMe from the memory of its gradient, on a late stream, and the next gradient."""
+    bus, size, found = Bus(torch.device("cuda"), lambda way, num_bytes: None), 1 << 20, []
+    swap = SwapFiles([folder], aio=Aio(), rank=0, count=lambda way, num_bytes: None)
+    disk = swap.reserve(size, torch.bfloat16)
+    swap.open()
+    shard = DiskShard(disk, StagingBuffers(2, 1 << 20, pinned=True), bus)
+    memory, late = torch.ones(size, dtype=torch.bfloat16).pin_memory(), torch.cuda.Stream()
+    for waits_on in ("stream", "host"):
+        read, gradient = torch.zeros(size, dtype=torch.bfloat16, device="cuda"), torch.full((size,), 2.0, device="cuda")
+        torch.cuda.synchronize()
+        shard.set_in_memory(memory.fill_(1))
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(100_000_000)
+            shard.copy_to(read)
+        if waits_on == "stream":
+            shard.forget_memory()
+            bus.down(gradient.bfloat16(), memory)
+        else:
+            shard.wait()
+            memory.fill_(2)
+        torch.cuda.synchronize()
+        found += [bool((read == 1).all()), bool((memory == 2).all())]
+    shard.forget_memory()
+    shard.copy_to(read)
+    torch.cuda.synchronize()
+    swap.close()
+    return [*found, not read.any()]
+
+
+def test_a_gather_from_the_memory_of_a_gradient_is_not_overwritten(nccl, tmp_path):
+    assert nccl.run(late_reader_of_memory, str(tmp_path)) == [[True] * 5]
 
 
 def failing_pass() -> list[str]:
