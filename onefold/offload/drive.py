@@ -133,17 +133,17 @@ def measure_rates(drives: Sequence[Drive], num_bytes: int, block: int, num_threa
 
     See [Note: rates of drives].
     """
-    noise = page_aligned(block).random_(0, 256)  # drives and file systems may compress zeros
-    memory = [page_aligned(block) for _ in range(num_threads * len(drives))]
-    with ThreadPoolExecutor(len(memory), thread_name_prefix="onefold-swap") as threads:
+    noise, scratch = page_aligned(block).random_(0, 256), page_aligned(block)  # drives may compress zeros
+    with ThreadPoolExecutor(num_threads * len(drives), thread_name_prefix="onefold-swap") as threads:
 
         def measure(operation: Operation, max_bytes: int, seconds: float) -> list[float]:
             start = time.perf_counter()
+            # The bytes that are read are not used, so all requests may share the memory.
+            buffer = HostRange.of(noise if operation == "write" else scratch).buffer
 
-            def lane(drive: Drive, addresses: Iterator[int], tensor: torch.Tensor) -> tuple[int, float]:
+            def lane(drive: Drive, addresses: Iterator[int]) -> tuple[int, float]:
                 """Perform requests until a limit is reached. Return the bytes, and the time of the last one."""
                 done, end = 0, start
-                buffer = HostRange.of(noise if operation == "write" else tensor).buffer
                 while (address := next(addresses)) < max_bytes and (not done or end - start < seconds):
                     try:
                         drive.whole(operation, buffer, address % num_bytes)
@@ -154,10 +154,9 @@ def measure_rates(drives: Sequence[Drive], num_bytes: int, block: int, num_threa
                 return done, end
 
             lanes = []
-            for index, drive in enumerate(drives):
-                addresses, first = itertools.count(0, block), index * num_threads
-                used = memory[first : first + num_threads]
-                lanes.append([threads.submit(lane, drive, addresses, tensor) for tensor in used])
+            for drive in drives:
+                addresses = itertools.count(0, block)
+                lanes.append([threads.submit(lane, drive, addresses) for _ in range(num_threads)])
             found = [[each.result() for each in of_drive] for of_drive in lanes]
             return [sum(size for size, _ in each) / (max(end for _, end in each) - start) for each in found]
 

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from models import batches, config, net, precision, start, weights_of
+from test_accumulation import KINDS
+from test_accumulation import run as run_accumulation
 from test_offload_cases import VARIANTS, measure
 
+from onefold.config import Aio
 from onefold.offload.buffer import Buffer
 from onefold.offload.bus import Bus
+from onefold.offload.disk_shard import DiskShard, StagingBuffers
 from onefold.offload.host_shard import HostShard
+from onefold.offload.nvme import SwapFiles
 from onefold.offload.param_shard import Publisher
 from onefold.optim.gpu_stream import GpuStream, StreamedShard
 from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues
@@ -111,6 +116,13 @@ def test_tiers_below_the_device_are_bit_equal(request, world, dtype, accumulatio
 def test_whoever_steps_them(nccl, who, accumulation):
     """If the device steps all offloaded states, results are bit-equal to states on the device, also with clipping."""
     check_tiers(nccl.run(run_tiers, "bf16", accumulation, "exchange", who), who)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "muon" not in kind])
+def test_accumulation_has_the_bits_of_no_offload_and_the_bytes_of_the_plan(nccl, tmp_path, kind):
+    """The GPU steps all states: with clipping, fp16 overflow, 16-bit sums and quantized states."""
+    for told in nccl.run(run_accumulation, kind, str(tmp_path), "device"):
+        assert told == []
 
 
 def who_steps(who: str, pinned: bool) -> dict[str, tuple[int, int]]:
@@ -222,6 +234,40 @@ def late_readers() -> list[bool]:
 
 def test_what_a_gather_reads_is_not_written_before(nccl):
     assert nccl.run(late_readers) == [[True] * 4]
+
+
+def late_reader_of_memory(folder: str) -> list[bool]:
+    """A gather of a shard on NVMe from the memory of its gradient, on a late stream, and the next gradient."""
+    bus, size, found = Bus(torch.device("cuda"), lambda way, num_bytes: None), 1 << 20, []
+    swap = SwapFiles([folder], aio=Aio(), rank=0, count=lambda way, num_bytes: None)
+    disk = swap.reserve(size, torch.bfloat16)
+    swap.open()
+    shard = DiskShard(disk, StagingBuffers(2, 1 << 20, pinned=True), bus)
+    memory, late = torch.ones(size, dtype=torch.bfloat16).pin_memory(), torch.cuda.Stream()
+    for waits_on in ("stream", "host"):
+        read, gradient = torch.zeros(size, dtype=torch.bfloat16, device="cuda"), torch.full((size,), 2.0, device="cuda")
+        torch.cuda.synchronize()
+        shard.set_in_memory(memory.fill_(1))
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(100_000_000)
+            shard.copy_to(read)
+        if waits_on == "stream":
+            shard.forget_memory()
+            bus.down(gradient.bfloat16(), memory)
+        else:
+            shard.wait()
+            memory.fill_(2)
+        torch.cuda.synchronize()
+        found += [bool((read == 1).all()), bool((memory == 2).all())]
+    shard.forget_memory()
+    shard.copy_to(read)
+    torch.cuda.synchronize()
+    swap.close()
+    return [*found, not read.any()]
+
+
+def test_a_gather_from_the_memory_of_a_gradient_is_not_overwritten(nccl, tmp_path):
+    assert nccl.run(late_reader_of_memory, str(tmp_path)) == [[True] * 5]
 
 
 def failing_pass() -> list[str]:

@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 import torch
 from models import first_difference, more
+from test_accumulation import KINDS
+from test_accumulation import run as run_accumulation
 from test_gpu_offload import failing_pass, later_accumulation, run_tiers
 from test_muon import run_tiers as run_matrices
 from test_offload_cases import VARIANTS, measure
@@ -179,6 +181,19 @@ def test_every_tier_has_the_same_bits_whoever_steps(on_ranks, world, who, dtype,
         for name, (theirs, other, *_) in found.items():
             assert theirs == losses, name
             assert first_difference(other, weights) is None, name
+
+
+ACCUMULATED = [("device", "clipping"), ("device", "overflow"), ("device", "int8"), ("both", "muon")]
+OTHERS = [(who, kind) for who in ("device", "both", "host") for kind in KINDS if (who, kind) not in ACCUMULATED]
+
+
+@pytest.mark.parametrize("world", [1, more(2)])
+@pytest.mark.parametrize(("who", "kind"), [*ACCUMULATED, *(more(*case) for case in OTHERS)])
+def test_accumulation_has_the_bits_of_no_offload_and_the_bytes_of_the_plan(on_ranks, tmp_path, world, who, kind):
+    if kind == "sums in bf16" and world > 1:
+        pytest.skip("offload rounds the sum over ranks to 16 bits before it is added")
+    for told, _ in on_ranks(world, simulated, run_accumulation, kind, str(tmp_path), who):
+        assert told == []
 
 
 EXTRA = {
