@@ -55,7 +55,7 @@ class Bus:
         if add:
             assert not self.crosses
             with recorded(Track.DOWN, "down", numel=source.numel()):
-                self.count("down", source.nbytes)
+                self.count("down", min(source.nbytes, target.nbytes))
                 target.add_(source)
             return COMPLETE
         return self.down_together([(source, target)])

@@ -116,7 +116,8 @@ class GradOffload:
             arrival = self._add(total, target, squares, add=add, after=after)
             started = GradCopy(arrival, squares, squares_ready=arrival)
         else:
-            started = GradCopy(self._bus.down(total, target, add=add), None, COMPLETE)
+            narrow = total if add or total.itemsize < target.itemsize else total.to(target.dtype)
+            started = GradCopy(self._bus.down(narrow, target, add=add), None, COMPLETE)
         temporary = [tensor for tensor in (total, started.squares) if tensor is not None]
         self._under_way.append((started.arrival, temporary, slot, pool, key))
         self.finish(COPIES_IN_FLIGHT if self._bus.crosses else 0)

@@ -184,7 +184,9 @@ class HostGrad(GradShard):
                 self._arriving.wait_on_stream()
             add, self.value, self._squares = self.value is not None, self.cached, None
             return self.cached, add
-        self._passing = slot if self._alone else pool.take(self._size, self._own.dtype)
+        # A sum over ranks is rounded once, when it is added.
+        dtype = torch.promote_types(self._own.dtype, torch.float32)
+        self._passing = slot if self._alone else pool.take(self._size, dtype)
         return self._passing, False
 
     def accept(self, slot: torch.Tensor, pool: Pool, key: Hashable) -> None:

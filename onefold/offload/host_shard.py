@@ -88,6 +88,7 @@ class HostShard(ParamShard):
 
     def forget_prefetched(self) -> None:
         self.wait()
+        self._is_cached = False
 
     def write(self, values: torch.Tensor) -> None:
         self.wait()

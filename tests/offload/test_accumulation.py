@@ -128,8 +128,6 @@ def run(kind: str, folder: str, who: str | None = None) -> list[str]:
     ),
     world=(1, 2, more(3)),
     strength=1,
-    # On several ranks, offload rounds the sum over ranks to 16 bits before it is added.
-    where=lambda kind, world: kind != "sums in bf16" or world == 1,
 )
 def test_accumulation_has_the_bits_of_no_offload_and_the_bytes_of_the_plan(on_ranks, tmp_path, world, kind):
     for told in on_ranks(world, run, kind, str(tmp_path)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -291,9 +292,12 @@ def test_an_engine_divides_its_states_and_says_so(on_ranks, mounted, world, dtyp
         world, over_two_drives, str(fast), str(slow), dtype
     ):
         assert first_difference(trace, reference) is None
-        assert all(sizes)
+        assert any(sizes)
         assert "on NVMe           " not in plain
         [line] = [line for line in described.splitlines() if line.startswith("on NVMe           ")]
         assert str(fast) in line
         assert str(slow) in line
-        assert "%)" in line
+        shares = [int(share) for share in re.findall(r"\((\d+)%\)", line)]
+        assert len(shares) == 2
+        # Rates are measured, so that a drive may get few or no units.
+        assert all(size > 0 for size, share in zip(sizes, shares, strict=True) if share >= 5)
