@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import first_difference, more
+from models import config, first_difference, more, net, precision, start, train, weights_of
 from test_accumulation import KINDS
 from test_accumulation import run as run_accumulation
 from test_gpu_offload import failing_pass, later_accumulation, run_tiers
@@ -25,6 +25,7 @@ from test_offload_cases import VARIANTS, measure
 from test_states import ADAMW, FORMATS
 from test_states import run_tiers as run_forms
 
+import onefold
 from onefold.engine.model_memory import ModelMemory
 from onefold.offload import disk_shard, host_memory, offload_memory
 from onefold.offload.bus import Bus, CopyEvent, Pairs
@@ -251,6 +252,25 @@ def test_whole_matrices_below_a_gpu_have_the_same_bits(on_ranks, tmp_path, world
             assert first_difference(trace, traces["host"]) is None, name
         for name, (moved, planned) in crossings.items():
             assert moved == planned, name
+
+
+def load_over_cache(folder: str) -> list[str]:
+    """Weights that are loaded from files replace cached copies."""
+    keys = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    settings = config(3, zero_optimization=keys, onefold={"device_cache": 1}, **precision("bf16"))
+    engine = start(net(), settings)
+    engine.save_16bit_model(folder)
+    saved = weights_of(engine.module)
+    train(engine, 2)
+    onefold.zero.load_safetensors(engine.module, folder)
+    difference = first_difference(weights_of(engine.module), saved)
+    engine.destroy()
+    return [difference] if difference is not None else []
+
+
+def test_weights_that_are_loaded_replace_cached_ones(on_ranks, tmp_path):
+    ((told, _),) = on_ranks(1, simulated, load_over_cache, str(tmp_path))
+    assert told == []
 
 
 def test_a_step_of_the_device_that_fails_is_told(on_ranks):
