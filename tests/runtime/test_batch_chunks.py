@@ -683,3 +683,50 @@ def tabled() -> list[str]:
 
 def test_arguments_without_a_batch_dimension_are_passed_to_every_chunk(on_ranks):
     assert on_ranks(1, tabled) == [[]]
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+def transformers_model(kind: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "Bert":
+        options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    else:
+        options = {"num_key_value_heads": 2}
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    settings = getattr(transformers, f"{kind}Config")(**shape, num_attention_heads=4, **options)
+    name = "BertForMaskedLM" if kind == "Bert" else f"{kind}ForCausalLM"
+    model: nn.Module = getattr(transformers, name)(settings)
+    return model.train()
+
+
+def losses_of_transformers(kind: str, chunks: int, checkpoints: bool) -> list[float]:
+    model = transformers_model(kind)
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = start(model, settings(3, chunks))
+    generator, found = torch.Generator().manual_seed(rank()), []
+    for _ in range(3):
+        x = torch.randint(0, 97, (BATCH, 10), generator=generator)
+        mask = torch.ones_like(x)
+        mask[1, 7:] = 0
+        options = {} if kind == "Bert" else {"use_cache": False}
+        loss = engine(input_ids=x, attention_mask=mask, labels=x, **options).loss
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), engine.get_global_grad_norm()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoints"), [("Llama", False), ("Llama", True), ("Mixtral", False), ("Bert", False)]
+)
+def test_models_of_transformers(on_ranks, kind, checkpoints):
+    pytest.importorskip("transformers")
+    whole, chunked = (on_ranks(2, losses_of_transformers, kind, chunks, checkpoints) for chunks in (0, 4))
+    for found, expected in zip(chunked, whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
