@@ -88,7 +88,12 @@ class ChunkChecks:
         self._is_open = True
 
     def report(self, problem: str) -> None:
-        """Record a problem of a training step. All ranks raise it when the first backward ends."""
+        """Record a problem of a training step. All ranks raise it when the first backward ends.
+
+        Raise a problem of a later step, in which a block is called for the first time, at once.
+        """
+        if not self._is_open:
+            raise RuntimeError(f"onefold.batch_chunks: {problem}")
         self._problem = self._problem or problem
 
     def end_backward(self, agreement: Agreement) -> None:

@@ -415,7 +415,9 @@ def descriptions() -> list[str]:
 def test_the_description_has_the_number_of_chunks(on_ranks):
     whole, four, auto = on_ranks(1, descriptions)[0]
     assert "batch chunks" not in whole
-    assert "batch chunks      3 blocks compute and recompute each micro-batch in 4 chunks" in four
+    assert "batch chunks      3 blocks compute and recompute each micro-batch in 4 chunks;" in four
+    # Of each element of a block: fp32 sum and fp32 gradient.
+    assert f"gradient sums of a block {8 * (2 * 21 * 42 + 42 + 2 * 21) / 1000:.1f} kB" in four
     assert "3 blocks compute and recompute each micro-batch in chunks of about 8,192 tokens" in auto
 
 
@@ -550,6 +552,26 @@ def refusal_in_evaluation() -> str:
 def test_mixing_blocks_are_refused_in_an_evaluation(on_ranks):
     for message in on_ranks(2, refusal_in_evaluation):
         assert message.startswith("onefold.batch_chunks: blocks.0 mixes the samples of a batch")
+
+
+def refusal_in_a_later_step() -> str:
+    engine = start(with_blocks(Mixing), settings(1, 3))
+    for size in (1, BATCH):
+        (x, y), *_ = samples(1, size)
+        try:
+            engine.backward(engine(x, y))
+        except RuntimeError as error:
+            return f"batch of {size}: {error}"
+        finally:
+            if size > 1:
+                engine.destroy()
+        engine.step()
+    return "no error"
+
+
+def test_blocks_that_are_divided_later_are_compared_then(on_ranks):
+    for message in on_ranks(2, refusal_in_a_later_step):
+        assert message.startswith("batch of 6: onefold.batch_chunks: blocks.0 mixes the samples of a batch")
 
 
 def checkpointed() -> list[str]:
