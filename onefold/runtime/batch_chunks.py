@@ -133,7 +133,10 @@ class ChunkedForward:
         self._function: Callable[..., Any] = module.forward
         self._parameters = list(module.parameters())
         self._norms = [inner for inner in module.modules() if isinstance(inner, _BatchNorm | _InstanceNorm)]
-        self._is_compared = self._is_inspected = False
+        self._tables: set[tuple[int, ...]] = set()
+        # Whether chunks were compared in evaluation and in training mode, and the first recomputation was inspected.
+        self._is_compared = {False: False, True: False}
+        self._is_inspected = False
         functools.update_wrapper(self, self._original, updated=())
         module.forward = self  # type: ignore[method-assign]
 
@@ -160,13 +163,14 @@ class ChunkedForward:
             )
         if any(norm.training for norm in self._norms):
             _refuse_mixing(self._name, self._module)
-        call, inputs = ChunkedCall(self._name, self._function, args, kwargs), ChunkedCall.inputs_of(args, kwargs)
+        call = ChunkedCall(self._name, self._function, args, kwargs, self._tables)
+        inputs, is_training = ChunkedCall.inputs_of(args, kwargs), self._module.training
         num_chunks = self._num_chunks or num_chunks_for(call.batch, call.num_rows)
-        compares = not self._is_compared and min(num_chunks, call.batch) > 1 and not inputs[0].is_meta
+        compares = not self._is_compared[is_training] and min(num_chunks, call.batch) > 1 and not inputs[0].is_meta
         before = RandomState(inputs) if compares else None
         output = call.run(num_chunks, inputs, self._parameters, None if self._is_inspected else self._inspect)
         if before is not None:
-            self._is_compared = True
+            self._is_compared[is_training] = True
             problem = self._compare(call, inputs, output, before)
             if problem and not torch.is_grad_enabled():
                 raise RuntimeError(f"onefold.batch_chunks: {problem}")

@@ -574,6 +574,32 @@ def test_blocks_that_are_divided_later_are_compared_then(on_ranks):
         assert message.startswith("batch of 6: onefold.batch_chunks: blocks.0 mixes the samples of a batch")
 
 
+class MixingInTraining(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0) if self.training else x)
+
+
+def refusal_after_an_evaluation() -> str:
+    engine = start(with_blocks(MixingInTraining), settings(1, 3))
+    (x, y), *_ = samples(1)
+    engine.eval()
+    with torch.no_grad():
+        engine(x, y)
+    engine.train()
+    try:
+        engine.backward(engine(x, y))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "no error"
+
+
+def test_blocks_that_mix_samples_in_training_only_are_refused_after_an_evaluation(on_ranks):
+    for message in on_ranks(2, refusal_after_an_evaluation):
+        assert "blocks.0 mixes the samples of a batch" in message
+
+
 def checkpointed() -> list[str]:
     torch.manual_seed(5)
     model = Checkpointed()
