@@ -277,9 +277,10 @@ def _difference(one: Tensor, other: Tensor) -> float:
         return float("inf")
     if not one.is_floating_point() or not one.numel():
         return 0.0
-    one, other = (torch.nan_to_num(tensor.double()).reshape(len(tensor), -1) for tensor in (one, other))
+    wide = torch.promote_types(one.dtype, torch.float32)
+    one, other = (torch.nan_to_num(tensor.to(wide)).reshape(len(tensor), -1) for tensor in (one, other))
     norms = other.norm(dim=1)
-    norms = norms.clamp_min(max(float(norms.mean()), torch.finfo(torch.float64).tiny))
+    norms = norms.clamp_min(max(float(norms.mean()), torch.finfo(wide).tiny))
     return float(((one - other).norm(dim=1) / norms).max())
 
 
