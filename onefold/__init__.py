@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onefold.optim.matrix_rules import MatrixRule
     from onefold.report.timeline import Profiling
     from onefold.start import add_config_arguments, initialize
-    from onefold.tiled_loss import tiled_cross_entropy
+    from onefold.tiled_loss import tiled_cross_entropy, use_tiled_loss
 
 _NAMES = {
     "initialize": "onefold.start",
@@ -30,13 +30,14 @@ _NAMES = {
     "MatrixRule": "onefold.optim.matrix_rules",
     "Profiling": "onefold.report.timeline",
     "tiled_cross_entropy": "onefold.tiled_loss",
+    "use_tiled_loss": "onefold.tiled_loss",
     "register_as_deepspeed": "onefold.compat.as_deepspeed",
 }
 _MODULES = {"checkpointing", "comm", "config", "fsdp", "utils", "plan", "report", "zero"}
 
 __all__ = [
     "ConfigError", "Engine", "MatrixRule", "Profiling", "add_config_arguments", "init_distributed", "initialize",
-    "register_as_deepspeed", "tiled_cross_entropy",
+    "register_as_deepspeed", "tiled_cross_entropy", "use_tiled_loss",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class UnitCut:
     has_tied: bool
     """Some of the parameters are tied: they have two names in the model."""
     is_block: bool = False
-    """The module is a block, not the root nor an embedding or head with many parameters."""
+    """The module is one of several blocks of a class, not the root, an embedding or a head."""
 
 
 def cut(
@@ -100,7 +100,10 @@ def _blocks(
         and path
         and not _owner(f"{path}.", chosen)
     }
-    return chosen, [path for path, _ in model.named_modules() if path in chosen | large]
+    kinds = {path: type(model.get_submodule(path)) for path in chosen}
+    counts = Counter(kinds.values())
+    repeated = {path for path in chosen if counts[kinds[path]] > 1} or chosen
+    return repeated, [path for path, _ in model.named_modules() if path in chosen | large]
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> set[str]:

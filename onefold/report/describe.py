@@ -120,9 +120,12 @@ def describe(
             f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)} of these"
         )
     if plan.batch_chunks != 0:
-        blocks = sum(unit.is_block and not unit.encloses for unit in units)
+        blocks = [unit for unit in units if unit.is_block and not unit.encloses]
         chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
-        lines.append(f"batch chunks      {blocks} blocks compute and recompute each micro-batch in {chunks}")
+        # The fp32 sums of a block, and the gradients of the chunk that is added to them.
+        of_blocks = [sum(p.layout.numel * (4 + p.dtype.itemsize) for p in unit.trained_params) for unit in blocks]
+        lines.append(f"batch chunks      {len(blocks)} blocks compute and recompute each micro-batch in {chunks};")
+        lines.append(f"                  gradient sums of a block {format_bytes(max(of_blocks, default=0))}")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)

@@ -88,7 +88,12 @@ class ChunkChecks:
         self._is_open = True
 
     def report(self, problem: str) -> None:
-        """Record a problem of a training step. All ranks raise it when the first backward ends."""
+        """Record a problem of a training step. All ranks raise it when the first backward ends.
+
+        Raise a problem of a later step, in which a block is called for the first time, at once.
+        """
+        if not self._is_open:
+            raise RuntimeError(f"onefold.batch_chunks: {problem}")
         self._problem = self._problem or problem
 
     def end_backward(self, agreement: Agreement) -> None:
@@ -128,7 +133,10 @@ class ChunkedForward:
         self._function: Callable[..., Any] = module.forward
         self._parameters = list(module.parameters())
         self._norms = [inner for inner in module.modules() if isinstance(inner, _BatchNorm | _InstanceNorm)]
-        self._is_compared = self._is_inspected = False
+        self._tables: set[tuple[int, ...]] = set()
+        # Whether chunks were compared in evaluation and in training mode, and the first recomputation was inspected.
+        self._is_compared = {False: False, True: False}
+        self._is_inspected = False
         functools.update_wrapper(self, self._original, updated=())
         module.forward = self  # type: ignore[method-assign]
 
@@ -155,13 +163,14 @@ class ChunkedForward:
             )
         if any(norm.training for norm in self._norms):
             _refuse_mixing(self._name, self._module)
-        call, inputs = ChunkedCall(self._name, self._function, args, kwargs), ChunkedCall.inputs_of(args, kwargs)
+        call = ChunkedCall(self._name, self._function, args, kwargs, self._tables)
+        inputs, is_training = ChunkedCall.inputs_of(args, kwargs), self._module.training
         num_chunks = self._num_chunks or num_chunks_for(call.batch, call.num_rows)
-        compares = not self._is_compared and min(num_chunks, call.batch) > 1 and not inputs[0].is_meta
+        compares = not self._is_compared[is_training] and min(num_chunks, call.batch) > 1 and not inputs[0].is_meta
         before = RandomState(inputs) if compares else None
         output = call.run(num_chunks, inputs, self._parameters, None if self._is_inspected else self._inspect)
         if before is not None:
-            self._is_compared = True
+            self._is_compared[is_training] = True
             problem = self._compare(call, inputs, output, before)
             if problem and not torch.is_grad_enabled():
                 raise RuntimeError(f"onefold.batch_chunks: {problem}")
@@ -268,9 +277,10 @@ def _difference(one: Tensor, other: Tensor) -> float:
         return float("inf")
     if not one.is_floating_point() or not one.numel():
         return 0.0
-    one, other = (torch.nan_to_num(tensor.double()).reshape(len(tensor), -1) for tensor in (one, other))
+    wide = torch.promote_types(one.dtype, torch.float32)
+    one, other = (torch.nan_to_num(tensor.to(wide)).reshape(len(tensor), -1) for tensor in (one, other))
     norms = other.norm(dim=1)
-    norms = norms.clamp_min(max(float(norms.mean()), torch.finfo(torch.float64).tiny))
+    norms = norms.clamp_min(max(float(norms.mean()), torch.finfo(wide).tiny))
     return float(((one - other).norm(dim=1) / norms).max())
 
 

@@ -38,10 +38,19 @@ class ChunkedCall:
     """One call of a function in chunks of the batch, without its tensors: `inputs` are the tensors of its arguments.
 
     Tensors whose first dimension is the batch size of the first floating-point argument are divided. All other
-    arguments are passed to every chunk. `name` is used in error messages.
+    arguments are passed to every chunk. `name` is used in error messages. `tables` collects the places of arguments
+    that had another first dimension in some call (rotary tables). They are not divided if a later batch happens to have
+    as many samples as they have rows.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        tables: set[tuple[int, ...]] | None = None,
+    ) -> None:
         self.name, self._function = name, function
         leaves, spec = tree_flatten((args, kwargs))
         self._arguments = _Tree(leaves, spec)
@@ -54,7 +63,17 @@ class ChunkedCall:
             )
         self.batch = first.shape[0]
         self.num_rows = first.numel() // max(1, first.shape[-1])
-        self._divided = [tensor.dim() > 0 and tensor.shape[0] == self.batch for tensor in inputs]
+        tables = tables if tables is not None else set()
+        places = [(len(inputs), index, tensor.dim()) for index, tensor in enumerate(inputs)]
+        # A first dimension of 1 is no evidence: a mask may be the same for all samples of one batch only.
+        others = (
+            place for place, t in zip(places, inputs, strict=True) if t.dim() and t.shape[0] not in (1, self.batch)
+        )
+        tables.update(others)
+        self._divided = [
+            tensor.dim() > 0 and tensor.shape[0] == self.batch and place not in tables
+            for place, tensor in zip(places, inputs, strict=True)
+        ]
         self._check_objects()
 
     def _check_objects(self) -> None:

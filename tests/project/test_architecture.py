@@ -241,7 +241,7 @@ BUDGETS = {
     "report": 1_600,
     "runtime": 5_400,
     "tools": 8_510,
-    "top": 1_970,
+    "top": 2_040,
     "utils": 550,
 }
 

@@ -220,6 +220,23 @@ def test_calls_that_cannot_be_divided_are_refused(function, given, message):
         ChunkedCall("layer", function, (hidden,), given).run(2, [hidden], [])
 
 
+def test_a_table_with_as_many_rows_as_samples_is_not_divided_after_another_call():
+    """In chunks of one sample, a row of the table would be broadcast over the positions."""
+    tables: set[tuple[int, ...]] = set()
+    for batch, length in ((2, 5), (5, 5)):
+        hidden, table = torch.randn(batch, length, 3), torch.randn(length, 3)
+        call = ChunkedCall("layer", lambda h, t: h * t, (hidden, table), {}, tables)
+        assert torch.equal(call.run(batch, [hidden, table], []), hidden * table)
+
+
+def test_a_mask_of_one_row_may_have_a_row_for_each_sample_in_another_call():
+    tables: set[tuple[int, ...]] = set()
+    for rows in (1, 4):
+        hidden, mask = torch.randn(4, 3), torch.randn(rows, 3)
+        call = ChunkedCall("layer", lambda h, m: h * m, (hidden, mask), {}, tables)
+        assert torch.equal(call.run(2, [hidden, mask], []), hidden * mask)
+
+
 def test_a_call_without_a_batch_is_refused():
     with pytest.raises(RuntimeError, match="layer has no floating-point tensor with a batch dimension"):
         ChunkedCall("layer", lambda tokens: tokens, (torch.zeros(4, 3, dtype=torch.long),), {})

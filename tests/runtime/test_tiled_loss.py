@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -155,3 +156,83 @@ def test_wrong_arguments_are_refused():
         onefold.tiled_cross_entropy(hidden, head, targets, 0)
     with pytest.raises(ValueError, match=r"the vocabulary of a Sequential is unknown\. Pass num_tiles"):
         onefold.tiled_cross_entropy(hidden, nn.Sequential(head), targets)
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+
+def causal_model(kind: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**shape, **heads)).train()
+
+
+def losses_of_transformers(tiled: bool, stage: int, options: dict[str, Any]) -> list[Any]:
+    model = causal_model("Llama")
+    if tiled:
+        onefold.use_tiled_loss(model, 3)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    more = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "onefold": {"batch_chunks": 2 if tiled else 0}}
+    engine = start(model, config(stage, zero_optimization=zero, **more))
+    generator, found = torch.Generator().manual_seed(rank()), []
+    for _ in range(3):
+        x = torch.randint(0, 97, (4, 10), generator=generator)
+        labels = x.clone()
+        labels[1, :5] = -100
+        output = engine(input_ids=x, labels=labels, use_cache=False, **options)
+        engine.backward(output.loss)
+        engine.step()
+        found += [output.loss.item(), engine.get_global_grad_norm()]
+    engine.eval()
+    with torch.no_grad():
+        output = engine(input_ids=x, labels=labels, use_cache=False)
+    found += [output.loss.item(), output.logits.sum().item()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "options"), [(3, {}), (3, {"num_items_in_batch": 50}), (1, {})])
+def test_a_model_of_transformers_computes_its_loss_in_tiles(on_ranks, stage, options):
+    pytest.importorskip("transformers")
+    plain, tiled = (on_ranks(2, losses_of_transformers, tiled, stage, options) for tiled in (False, True))
+    for expected, found in zip(plain, tiled, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_logits_that_were_not_computed_cannot_be_used():
+    pytest.importorskip("transformers")
+    x = torch.randint(0, 97, (2, 5))
+    model = causal_model("Llama")
+    onefold.use_tiled_loss(model)
+    output = model(input_ids=x, labels=x, use_cache=False)
+    assert output.loss.requires_grad
+    with pytest.raises(RuntimeError, match="The logits were not computed"):
+        output.logits.argmax(-1)
+    assert model(input_ids=x, use_cache=False).logits.shape == (2, 5, 97)
+    capped = causal_model("Gemma2")  # it caps its logits after the head
+    onefold.use_tiled_loss(capped)
+    with pytest.raises(RuntimeError, match=r"remove onefold\.use_tiled_loss"):
+        capped(input_ids=x, labels=x, use_cache=False)
+
+
+def test_a_copy_of_the_model_has_its_own_head():
+    pytest.importorskip("transformers")
+    model, x = causal_model("Llama"), torch.randint(0, 97, (2, 5))
+    onefold.use_tiled_loss(model)
+    copied = copy.deepcopy(model)
+    expected = copied(input_ids=x, labels=x, use_cache=False).loss
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    found = copied(input_ids=x, labels=x, use_cache=False).loss
+    assert torch.equal(found, expected)
+    found.backward()
+    assert copied.lm_head.weight.grad is not None
+    assert model.lm_head.weight.grad is None
+
+
+def test_other_models_have_no_loss_to_tile():
+    with pytest.raises(ValueError, match="a Net has no output embeddings"):
+        onefold.use_tiled_loss(Net())
