@@ -1098,6 +1098,7 @@ MUTATIONS = [
         "value.item() if isinstance(value, torch.Tensor) else value",
         "value",
         "test_fsdp_stream.py -k rates",
+    ),
     Mutation(
         "chunks-narrow-sums",
         "onefold/runtime/chunked_call.py",
