@@ -116,9 +116,7 @@ def describe(
     specs = [param.spec for param in params]
     gradients, parameters = (cached_bytes(specs, plan, [name]) for name in (CACHED_GRADIENT, CACHED_PARAMETER))
     if gradients or parameters:
-        lines.append(
-            f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)} of these"
-        )
+        lines.append(f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)}")
     if plan.batch_chunks != 0:
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
         chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
