@@ -67,8 +67,8 @@ class OnefoldSection:
     device_cache: float | None = key(
         None,
         "Device memory for copies of offloaded state that save traffic, in GB: gradients that are accumulated or "
-        "stepped on the GPU, then parameters. Results do not depend on it. auto: nine tenths of the free memory, or of "
-        "`device_memory` if that is less, minus the peak of the first steps. 0 stores no copies.",
+        "stepped on the GPU, then parameters. Results do not depend on it. auto: three quarters of the free memory, or "
+        "nine tenths of `device_memory` if that is less, minus the peak of the first steps. 0 stores no copies.",
         minimum=0,
         auto=True,
     )

@@ -11,10 +11,10 @@ from onefold.log import format_bytes, logger
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan
 from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
-from onefold.plan.device_cache import FILLED, assign_device_cache, cached_bytes
+from onefold.plan.device_cache import assign_device_cache, cached_bytes, filled_bytes
 
-# The part of the device memory that the job may use before copies are freed.
-_FULL = 0.95
+# The peak, as a part of the planned one, after which copies are freed.
+_GROWTH = 1.05
 
 
 class DeviceCache:
@@ -40,12 +40,15 @@ class DeviceCache:
         is_settled = self._num_steps > 2
         if is_settled and peak <= self._peak:
             return
-        specs, capacity, self._peak = [store.spec for store in self._stores], self._capacity(), peak
+        specs, self._peak = [store.spec for store in self._stores], peak
+        # Device memory that this process can use.
+        capacity = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        limit = filled_bytes(capacity, self._plan.offload.device_bytes)
         cached = cached_bytes(specs, self._plan)
-        room = int(FILLED * capacity) - (peak - cached)
+        room = limit - (peak - cached)
         if not is_settled:
             room = min(row[0] for row in self._agreement.synchronize("the size of the device cache", [room]))
-        elif room >= cached or peak <= _FULL * capacity:
+        elif peak <= _GROWTH * limit:
             return
         specs = assign_device_cache(specs, self._plan, room)
         for store, spec in zip(self._stores, specs, strict=True):
@@ -61,10 +64,5 @@ class DeviceCache:
                 gradients,
                 parameters,
                 format_bytes(peak - cached),
-                format_bytes(capacity),
+                format_bytes(limit),
             )
-
-    def _capacity(self) -> int:
-        """Return the device memory that this process can use."""
-        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-        return min(free, self._plan.offload.device_bytes or free)

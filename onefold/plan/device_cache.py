@@ -23,8 +23,15 @@ from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER, FlatParamSpe
 from onefold.plan.plan import Plan, Tier
 from onefold.plan.traffic import is_streamed
 
-# The part of the device memory that a job uses when its cache is filled.
-FILLED = 0.9
+# Parts of `device_memory` and of the device's memory that a job uses when its cache is filled. Other programs, and
+# larger batches as in an evaluation, may need the rest of the device.
+_OF_LIMIT, _OF_DEVICE = 0.9, 0.75
+
+
+def filled_bytes(device_bytes: int, limit: int | None) -> int:
+    """Return the bytes that a job may use with a filled cache. `limit` is `device_memory` in bytes."""
+    of_device = int(_OF_DEVICE * device_bytes)
+    return of_device if limit is None else min(of_device, int(_OF_LIMIT * limit))
 
 
 def assign_device_cache(specs: Sequence[FlatParamSpec], plan: Plan, num_bytes: int) -> list[FlatParamSpec]:

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from onefold.log import format_bytes
 from onefold.plan import FlatParamSpec, ModelBytes, Plan, Residency, Tier, assign_tiers, count_bytes, count_unit_in_use
+from onefold.plan.device_cache import cached_bytes
 
 # Remedies that free a smaller fraction of the device are not reported.
 _WORTH = 0.01
@@ -125,7 +126,9 @@ def needed_bytes(units: Sequence[Sequence[FlatParamSpec]], plan: Plan) -> int:
 
 def advise(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     """Return the remedies for this rank, sorted by the bytes that they free, then by their cost."""
+    cached = cached_bytes([spec for unit in run.units for spec in unit], run.plan)
     found = [*_by_plan(run), *_by_live_units(account, run), *_by_activations(account, run)]
+    found.append(Remedy("onefold.device_cache 0, or fewer GB", cached, Price.BUS))
     fragmented = account.unused >= min(run.asked or account.limit, _FRAGMENTED * account.limit)
     if fragmented and not run.has_expandable_segments:
         change = "the environment variable PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -160,7 +163,7 @@ def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
         state_spec = replace(state_spec, formats=(), master=None).held_as(
             plan.formats, largest.name, spec.dtype, largest.stop - largest.start
         )
-    return replace(spec, residency=Residency(), state_spec=state_spec)
+    return replace(spec, residency=Residency(), state_spec=state_spec, caches_gradient=False, caches_parameter=False)
 
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,17 @@ from torch import nn
 
 from onefold.config import load_config
 from onefold.offload.host_memory import HostShortage
-from onefold.plan import FlatParamSpec, Layout, ModelBytes, StateSpec, count_bytes, make_plan, plan_with_less
+from onefold.plan import (
+    FlatParamSpec,
+    Layout,
+    ModelBytes,
+    StateSpec,
+    assign_tiers,
+    count_bytes,
+    make_plan,
+    plan_with_less,
+)
+from onefold.plan.device_cache import assign_device_cache
 from onefold.report.out_of_memory import (
     DeviceAccount,
     Price,
@@ -99,6 +110,17 @@ def test_what_is_offloaded_already_is_not_offered():
     run = facts(3, offload={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
     assert run.with_less == {}
     assert [remedy.change for remedy in advise(account(), run) if "zero_optimization" in remedy.change] == []
+
+
+def test_the_device_cache_is_offered_with_its_bytes():
+    run = facts(3, offload={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
+    flat = assign_tiers([spec for unit in run.units for spec in unit], run.plan)
+    with_cache = assign_device_cache(flat, replace(run.plan, accumulates=True), GB)
+    run = replace(run, plan=replace(run.plan, accumulates=True), units=[[spec] for spec in with_cache])
+    (found,) = [remedy for remedy in advise(account(limit=GB, total=GB), run) if "device_cache" in remedy.change]
+    # The sum of the gradient has 4 bytes, the parameter 2.
+    assert (found.frees, found.cost) == (6 * sum(spec.layout.total for spec in flat) // WORLD, Price.BUS)
+    assert "device_cache" not in str(advise(account(limit=GB, total=GB), facts(3)))
 
 
 @pytest.mark.parametrize(("stage", "of_masters"), [(2, 2), (3, 0)])

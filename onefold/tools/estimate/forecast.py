@@ -15,7 +15,7 @@ from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT, IN_FLIGHT_IN_BACKWARD
 from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.buffers import CACHED_GRADIENT, FLAT_GRADIENT, REDUCED_GRADIENT
-from onefold.plan.device_cache import FILLED, assign_device_cache, cached_bytes
+from onefold.plan.device_cache import assign_device_cache, cached_bytes, filled_bytes
 from onefold.plan.traffic import count_offload_traffic, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
@@ -218,8 +218,8 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
     device = _device_bytes(question, found, plan, specs)
     if plan.offload.cache_bytes is None and found.trace is not None and not machine.is_cpu:
         # The engine fills the memory that is left. This is no need: it frees copies if memory is short.
-        limit = min(machine.gpu.memory, plan.offload.device_bytes or machine.gpu.memory)
-        specs = assign_device_cache(specs, plan, int(FILLED * limit) - device.total)
+        room = filled_bytes(machine.gpu.memory, plan.offload.device_bytes) - device.total
+        specs = assign_device_cache(specs, plan, room)
     on_host, on_disk = (count_bytes(specs, plan, tier) for tier in (Tier.HOST, Tier.NVME))
     host_node = machine.gpus * (on_host.total + PROCESS)
     nvme = machine.gpus * on_disk.total
