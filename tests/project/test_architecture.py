@@ -238,7 +238,7 @@ BUDGETS = {
     "offload": 3_570,
     "optim": 5_600,
     "plan": 2_020,
-    "report": 1_600,
+    "report": 1_610,
     "runtime": 5_400,
     "tools": 8_510,
     "top": 2_040,
