@@ -57,6 +57,10 @@ class EarlyStep:
         self._host.start_early(store, self.values)
         self._stores.append(store)
 
+    def stop(self) -> None:
+        """Step no further shards in this backward."""
+        self._context.on_reduced = lambda store: None
+
     @property
     def has_begun(self) -> bool:
         """Whether masters and states of some shards have changed, and their step is not complete."""
@@ -64,7 +68,7 @@ class EarlyStep:
 
     def end(self, values: StepValues) -> None:
         """End the backward with the values of the step. Raise if shards were stepped with other ones."""
-        self._context.on_reduced = lambda store: None
+        self.stop()
         early, stores = self.values, self._stores
         self.values, self._stores = None, []
         if early is None or not stores:

@@ -117,14 +117,17 @@ class ShardedStep:
             self.refuse_early("another backward")
             groups = self._groups_now()
             if not (any(self._written.check(groups)) and self._lacks_states(groups)):
-                self._early.begin(
-                    StepValues(self.num_steps + 1, coefficient, groups, begins=self._begin_states(groups))
-                )
+                # A backward that was aborted has recorded the states that its step would have created.
+                before = self._early.values.begins if self._early.values is not None else frozenset()
+                begins = before | self._begin_states(groups)
+                self._early.begin(StepValues(self.num_steps + 1, coefficient, groups, begins=begins))
 
     def abort_backward(self) -> None:
         """Give up after a backward that raised, if shards were stepped in it."""
-        if self._early is not None and self._early.has_begun:
-            self.interrupted = "An error in a backward (with onefold.step_in_backward)"
+        if self._early is not None:
+            self._early.stop()
+            if self._early.has_begun:
+                self.interrupted = "An error in a backward (with onefold.step_in_backward)"
 
     def refuse_early(self, what: str) -> None:
         """Raise if shards were stepped in the last backward, and `step` was not called yet."""
@@ -284,6 +287,8 @@ class ShardedStep:
 
     def _make_saved_late_states(self, names: Mapping[str, Collection[str]]) -> None:
         """Allocate the late states of a checkpoint, whose state names are given by parameter."""
+        if self._early is not None:
+            self._early.values = None
         saved: list[set[str]] = [set() for _ in self._rules]
         for member in (member for store in self.stores for member in store.spec.layout.members):
             saved[member.group] |= {*names.get(member.name, ())} & {*self._rules[member.group].late_states}

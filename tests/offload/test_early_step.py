@@ -155,6 +155,31 @@ def raise_in_backward(folder: str) -> str:
     return str(caught.value)
 
 
+def abort_before_any_step(folder: str) -> list[str | None]:
+    """A backward that raises before a shard is stepped changes nothing, also not in SGD's first step."""
+    found = []
+    for early in (False, True):
+        engine = make(
+            folder, "3 cpu cpu", early=early, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+        )
+        x, y = batches(1)[0]
+        loss = engine(x, y)
+        hook = loss.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(loss)
+        hook.remove()
+        for x, y in batches(3):
+            engine.backward(engine(x, y))
+            engine.step()
+        found.append(weights_of(engine.module))
+        engine.destroy()
+    return [first_difference(*found)]
+
+
+def test_a_backward_that_raises_at_once_changes_nothing(on_ranks, tmp_path):
+    assert on_ranks(1, abort_before_any_step, str(tmp_path)) == [[None]]
+
+
 def test_after_an_error_in_such_a_backward_the_engine_refuses_to_go_on(on_ranks, tmp_path):
     for told in on_ranks(1, raise_in_backward, str(tmp_path)):
         assert "step_in_backward" in told
