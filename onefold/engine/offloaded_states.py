@@ -79,6 +79,8 @@ class OffloadedStates:
             raise ValueError(f"offload_states: device {target!r} is not supported. Pass device='cpu'.")
         kinds = [kind for kind in _kinds(include) if kind not in self._kinds]
         schedule = self._state.schedule
+        if self._state.step is not None:
+            self._state.step.refuse_early("offload_states")
         schedule.wait_for_step()
         schedule.reshard_for("offload_states")
         freed = {}

@@ -22,7 +22,7 @@ from onefold.runtime import unsharded_shape
 _LOCAL = {
     *"""
     activation_checkpointing aio autotuning checkpoint comet comms_logger csv_monitor dump_state flops_profiler
-    gradient_accumulation_steps log_level memory_breakdown nebula notices onefold.device_cache onefold.device_memory
+    gradient_accumulation_steps log_level memory_breakdown nebula notices onefold.device_memory
     onefold.host_memory onefold.report onefold.trace.path optimizer raw refusals steps_per_print tensorboard timers
     train_batch_size train_micro_batch_size_per_gpu unknown wall_clock_breakdown wandb
     zero_optimization.cpu_offload_use_pin_memory

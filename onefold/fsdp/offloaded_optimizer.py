@@ -111,6 +111,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._plain = weakref.ref(optimizer)
         self._forward_from(optimizer)
         optimizer.offloaded_by = self  # type: ignore[attr-defined]
+        # A gradient scaler would leave the division by the scale to a fused step, which this one is not.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
@@ -315,17 +317,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _wait_in_forwards(self, model: nn.Module) -> None:
         """Make the forward of each FSDP2 module wait for the parameters that it all-gathers."""
-        stores: dict[nn.Module, list[ParameterStates]] = {}
-        for module, parameters in parameters_by_module(model).items():
-            stores[module] = [self._stores[parameter] for parameter in parameters if parameter in self._stores]
+        owned = parameters_by_module(model)
 
         @outside_compiler
         def wait(module: nn.Module, *_: Any) -> None:
             if self._under_way:
                 for gathered in modules_gathered_with(module):
-                    self._wait_for(stores.get(gathered, ()))
+                    # A group that was added later has more parameters.
+                    parameters = (parameter for parameter in owned.get(gathered, ()) if parameter in self._stores)
+                    self._wait_for([self._stores[parameter] for parameter in parameters])
 
-        for module in stores:
+        for module in owned:
             # `fully_shard` has put its own hook first, so this one has to be put before it.
             module.register_forward_pre_hook(wait, prepend=True)
             module.register_state_dict_pre_hook(lambda *_: self.synchronize())

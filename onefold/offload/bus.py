@@ -49,6 +49,12 @@ class Bus:
         self.count = count
         self.crosses = device.type == "cuda"
         self._streams = {way: torch.cuda.Stream(device) for way in ("down", "up")} if self.crosses else {}
+        self._siblings: list[Bus] = []
+
+    def sibling(self) -> Bus:
+        """Return a bus with separate streams, whose copies do not wait for those of this one. `drain` includes it."""
+        self._siblings.append(Bus(self.device, self.count))
+        return self._siblings[-1]
 
     def down(self, source: torch.Tensor, target: torch.Tensor, *, add: bool = False) -> CopyEvent:
         """Copy to the host, or add to `target` if the device is the host."""
@@ -122,9 +128,11 @@ class Bus:
         return event
 
     def drain(self) -> None:
-        """Block until both streams are idle."""
+        """Block until both streams are idle, and those of siblings."""
         for stream in self._streams.values():
             stream.synchronize()
+        for sibling in self._siblings:
+            sibling.drain()
 
     def _copy(self, way: str, pairs: Pairs, after: torch.cuda.Event | None) -> CopyEvent:
         num_bytes, numel = sum(source.nbytes for source, _ in pairs), sum(source.numel() for source, _ in pairs)

@@ -133,7 +133,8 @@ def measure_rates(drives: Sequence[Drive], num_bytes: int, block: int, num_threa
 
     See [Note: rates of drives].
     """
-    noise, scratch = page_aligned(block).random_(0, 256), page_aligned(block)  # drives may compress zeros
+    # Drives may compress zeros. The program's random numbers do not change.
+    noise, scratch = page_aligned(block).random_(0, 256, generator=torch.Generator()), page_aligned(block)
     with ThreadPoolExecutor(num_threads * len(drives), thread_name_prefix="onefold-swap") as threads:
 
         def measure(operation: Operation, max_bytes: int, seconds: float) -> list[float]:

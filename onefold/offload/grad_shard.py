@@ -124,7 +124,7 @@ class HostGrad(GradShard):
 
     With `delays` there are two buffers, because a delayed step reads one while the next gradient is copied to the host.
 
-    If the device cache stores the gradient (`cache`), reductions add to it on the device, and it is copied to the host
+    If the device cache stores the gradient (`cached`), reductions add to it on the device, and it is copied to the host
     once. If the GPU steps the shard (`steps_on_device`), it reads the gradient from the cache.
     """
 
@@ -152,12 +152,14 @@ class HostGrad(GradShard):
         # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
+        # Whether a step under the backward reads the gradient.
+        self._is_stepped = False
         # Called before a gradient overwrites the buffer, in which a step may have left the new model weights.
         self.on_overwrite: Callable[[], None] = lambda: None
         memory.gradients.expect(size)
 
     def set_cached(self, *, on: bool) -> None:
-        """Begin or end to accumulate the gradient on the device, between two accumulation windows."""
+        """Start or stop accumulating the gradient on the device, between two accumulation windows."""
         assert self.value is None
         if on and self.cached is None:
             self.cached = torch.empty(self._size, dtype=self._own.dtype, device=self._memory.bus.device)
@@ -219,7 +221,7 @@ class HostGrad(GradShard):
 
     def _refuse_change(self) -> None:
         """Raise if the step reads the gradient already, before `step` is called."""
-        if self._reader is not None and self.value is not None:
+        if self._is_stepped:
             raise RuntimeError(
                 "a gradient is added to or changed after onefold.step_in_backward has stepped its shard. This happens "
                 "if a module runs twice under reentrant checkpointing, or if the program changes gradients between "
@@ -231,9 +233,9 @@ class HostGrad(GradShard):
         if self._reader is not None:
             self._reader.result()
 
-    def read_by(self, step: Future[CopyEvent] | None) -> None:
-        """Register the step that reads the gradient until it is done."""
-        self._reader = step
+    def read_by(self, step: Future[CopyEvent] | None, *, is_early: bool = False) -> None:
+        """Register the step that reads the gradient until it is done. `is_early`: before `step` is called."""
+        self._reader, self._is_stepped = step, is_early
 
     def wait(self) -> None:
         self._arriving.synchronize()
@@ -258,6 +260,7 @@ class HostGrad(GradShard):
             return
         self.wait()
         if self.cached is not None:
+            self._wait_for_reader()
             narrow, self.cached = self.cached, self.cached.to(dtype)
             self.value = self.cached if self.value is narrow else self.value
         is_on_host = self.value is self._own
@@ -268,6 +271,7 @@ class HostGrad(GradShard):
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         self.value = self._squares = None
+        self._is_stepped = False
 
     def tensors(self, tier: Tier) -> list[torch.Tensor]:
         held = {Tier.HOST: (self._own, self._other), Tier.DEVICE: (self.cached,)}

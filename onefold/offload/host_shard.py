@@ -43,6 +43,7 @@ class HostShard(ParamShard):
         """Store a copy on the device from the next all-gather on, or free it."""
         if on != (self.cached is not None):
             self._reading.wait_on_stream()
+            self._copying.wait_on_stream()
             self.cached = torch.empty_like(self.values, device=self._bus.device) if on else None
             self._is_cached = False
 

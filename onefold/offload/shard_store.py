@@ -181,6 +181,9 @@ class ShardStore:
 
     def set_cache(self, spec: FlatParamSpec) -> None:
         """Store the copies on the device that a new spec plans, and free the others. Called between two steps."""
+        before = self.spec.caches_gradient, self.spec.caches_parameter
+        if (spec.caches_gradient, spec.caches_parameter) != before:
+            self.finish_step()  # another thread may be reading and writing the copies
         self.spec = spec
         if isinstance(self.grad, HostGrad):
             self.grad.set_cached(on=spec.caches_gradient)

@@ -124,9 +124,9 @@ class GpuStream:
 
     def __init__(self, rules: Sequence[AnyRule], bus: Bus, num_in_flight: int = IN_FLIGHT) -> None:
         self._elementwise = ElementwiseUpdate(rules)
-        # Streams of its own: on those of `bus`, chunks would wait behind gradients that the GPU has yet to compute.
-        self._bus = Bus(bus.device, bus.count)
-        # During a backward, the short kernels of a chunk go before the long ones of the model.
+        # On the streams of `bus`, chunks would wait behind gradients that the GPU has yet to compute.
+        self._bus = bus.sibling()
+        # During a backward, the short kernels of a chunk take priority over the long ones of the model.
         self._stream = torch.cuda.Stream(bus.device, priority=-1)
         self._chunks = [_ChunkMemory(0, bus.device) for _ in range(num_in_flight)]
         self._in_flight: deque[_Chunk] = deque()

@@ -80,7 +80,7 @@ class OffloadedStep:
         self._delayed: list[tuple[ShardStore, Future[CopyEvent]]] = []
         # Shards that were stepped during the backward, and whose new weights are not published yet.
         self._early: dict[ShardStore, tuple[Future[CopyEvent], Publisher]] = {}
-        # Those of them that are streamed, also after they were published.
+        # Those of them that are streamed.
         self._early_streamed: list[_StreamTask] = []
         # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
         self._tasks: list[Future[CopyEvent]] = []
@@ -139,7 +139,8 @@ class OffloadedStep:
         """
         self._check()
         if self._early_streamed:
-            self._memory.stream_worker.submit(self._stream_all, {}, step, None)  # completes them
+            started, self._early_streamed = self._early_streamed, []
+            self._memory.stream_worker.submit(self._stream_all, {}, step, None, started=started)  # completes them
         gradients = {store: _gradient_of(store).for_step() for store in stores}
         if self._delays:
             for store in stores:
@@ -193,7 +194,7 @@ class OffloadedStep:
         else:
             task = self._submit("host step", store, self._step, store, gradient, step, last_use, publisher)
         self._early[store] = task, publisher
-        grad.read_by(task)
+        grad.read_by(task, is_early=True)
 
     def _publish(
         self, store: ShardStore, updated: Future[CopyEvent], received: Publisher, last_use: LastUse
@@ -206,6 +207,7 @@ class OffloadedStep:
 
             def use_cache() -> CopyEvent:
                 updated.result()
+                store.wait_until_master_is_free()  # an evaluation after the backward may read the old weights
                 return received.publish()
 
             return self._memory.stream_worker.submit(use_cache)
@@ -216,6 +218,7 @@ class OffloadedStep:
 
         def publish() -> CopyEvent:
             updated.result()
+            store.wait_until_master_is_free()
             for window in whole_window(store):
                 for start, stop in window.chunks(CHUNK):
                     publish_from_host(window, publisher, start, stop)
@@ -305,9 +308,18 @@ class OffloadedStep:
 
     @torch.no_grad()
     def _stream_all(
-        self, tasks: Mapping[ShardStore, _StreamTask], step: StepValues, last_use: LastUse, *, is_early: bool = False
+        self,
+        tasks: Mapping[ShardStore, _StreamTask],
+        step: StepValues,
+        last_use: LastUse,
+        *,
+        is_early: bool = False,
+        started: Sequence[_StreamTask] = (),
     ) -> None:
-        """Stream shards. With `is_early`, the last chunks are left in flight until the next call."""
+        """Stream shards. With `is_early`, the last chunks are left in flight until the next call.
+
+        `started` are tasks of earlier calls, which fail together with these.
+        """
         assert self._stream is not None
         try:
             for store, (gradient, task, early) in tasks.items():
@@ -320,11 +332,10 @@ class OffloadedStep:
                         self._stream.start(shard, window, partial(_complete, store, publisher, task))
             if not is_early:
                 self._stream.finish()
-                self._early_streamed.clear()
         except BaseException as error:
             self._failed = self._failed or error
             self._stream.abandon()
-            for each in (*tasks.values(), *self._early_streamed):
+            for each in (*tasks.values(), *started, *self._early_streamed):
                 each.fail(self._failed)
 
     # -- whole matrices: two passes of the pipeline, with an exchange between ranks in between --------------------

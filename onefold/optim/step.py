@@ -115,6 +115,7 @@ class ShardedStep:
         """Begin the last backward before a step, during which shards may be stepped with gradients x `coefficient`."""
         if self._early is not None:
             self.refuse_early("another backward")
+            self.wait_until_states_copied()
             groups = self._groups_now()
             if not (any(self._written.check(groups)) and self._lacks_states(groups)):
                 # A backward that was aborted has recorded the states that its step would have created.

@@ -134,7 +134,7 @@ class Offload:
     device_bytes: int | None = None
     host_bytes: int | None = None
     cache_bytes: int | None = None
-    """Device memory for copies of offloaded state. None: it is measured after the first step."""
+    """Device memory for copies of offloaded state. None: it is measured after the first two steps."""
 
     @property
     def is_pinned(self) -> bool:
@@ -452,6 +452,7 @@ def _scaling(config: Config, world_size: int) -> Scaling:
 
 
 def _steps_in_backward(config: Config, scaling: Scaling) -> bool:
+    """Return whether offloaded shards are stepped under the backward. Raise if a key makes that impossible."""
     if not config.onefold.step_in_backward:
         return False
     conflicts = {

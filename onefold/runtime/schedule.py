@@ -183,6 +183,8 @@ class Schedule:
         self.wait_for_step()
         for param in (param for unit in self.units for param in unit.params):
             param.invalidate_secondary()
+            if param.store.param is not None:
+                param.store.param.forget_prefetched()  # copies of values that are about to change
         for param in self.trained_params():
             param.grad.reset_error_feedback()
         return [row[0] for row in self.order.synchronize(Request.LOAD, [number])]

@@ -327,7 +327,8 @@ def test_recomputing_is_named_where_activations_are_why_states_leave_the_gpu():
 def accumulating(bus: float = 1e12, micro_batch: int = 4, **more: Any) -> tuple[Question, list[Any]]:
     """Four micro-steps with everything on the host, over a bus of this rate."""
     machine = adjust(find_machine("H100"), bus=bus)
-    base = {**DEFAULT_CONFIG, "gradient_accumulation_steps": 4, **more}
+    own = {"device_cache": 0, **more.pop("onefold", {})}
+    base = {**DEFAULT_CONFIG, "gradient_accumulation_steps": 4, "onefold": own, **more}
     question = Question(find_model("25m", recompute=True), machine, base, micro_batch, 256)
     (setting,) = (each for each in settings_for(machine) if each.name == "stage 3 + optimizer, param cpu")
     return question, forecast(question, [setting], finds_batch=False)
@@ -342,7 +343,7 @@ def test_chunks_are_advised_where_a_link_bounds_accumulation():
     assert document["onefold"]["batch_chunks"] == 4
     (chunked,) = forecast(question.in_chunks(), [found.setting], finds_batch=False)
     assert chunked.step < found.step / 2
-    whole = {**question.in_chunks().config, "onefold": {}}
+    whole = {**question.in_chunks().config, "onefold": {"device_cache": 0}}
     (alone,) = forecast(replace(question.in_chunks(), config=whole), [found.setting], finds_batch=False)
     assert chunked.device.activations < alone.device.activations
     assert chunked.offload_traffic == alone.offload_traffic
