@@ -109,12 +109,6 @@ def use_tiled_loss(model: nn.Module, num_tiles: int | None = None) -> None:
             f"use_tiled_loss: a {type(model).__name__} has no output embeddings with a loss function of transformers. "
             "Call onefold.tiled_cross_entropy in its forward."
         )
-    name = getattr(causal.loss_function, "__name__", type(causal.loss_function).__name__)
-    if name != "ForCausalLMLoss":
-        raise ValueError(
-            f"use_tiled_loss: the loss function of {type(model).__name__} is {name}, which is not that of causal "
-            "language models. Call onefold.tiled_cross_entropy in its forward."
-        )
     _TiledModel(causal, head, num_tiles)
 
 

@@ -182,23 +182,20 @@ class ChunkedForward:
 
     @torch.no_grad()
     def _compare(self, call: ChunkedCall, inputs: Sequence[Tensor], output: Any, before: RandomState) -> str | None:
-        """Compare the last chunk with its part of the whole output. Return a problem.
-
-        The first chunk would not show a block that depends on the position of a sample in the batch.
-        """
-        after, size = RandomState(inputs), call.sizes[-1]
+        """Compare the first chunk with its part of the whole output. Return a problem."""
+        after, size = RandomState(inputs), call.sizes[0]
         flags = [(inner, inner.training) for inner in self._module.modules()]
-        found = _last_samples(output, call.batch, size)
+        found = _first_samples(output, call.batch, size)
         try:
             before.restore()
-            expected = self._last_of_whole(call, inputs)
+            expected = self._first_of_whole(call, inputs)
             if RandomState(inputs) != before:
                 # The dropout masks of a chunk differ from those of the whole batch, so compare without dropout.
                 for inner, _ in flags:
                     inner.training = False
                 before.restore()
-                expected = self._last_of_whole(call, inputs)
-                found = _last_samples(call.call(inputs, call.batch - size, call.batch), size, size)
+                expected = self._first_of_whole(call, inputs)
+                found = _first_samples(call.call(inputs, 0, size), size, size)
                 if RandomState(inputs) != before:
                     logger.warning(
                         "onefold.batch_chunks: %s draws random numbers in evaluation mode too, so its chunks cannot be "
@@ -215,22 +212,22 @@ class ChunkedForward:
             difference = _difference(chunk, whole)
             if not difference <= allowed:
                 return (
-                    f"{self._name} mixes the samples of a batch: output {place} of its last {size} samples differs "
+                    f"{self._name} mixes the samples of a batch: output {place} of its first {size} samples differs "
                     f"from that in the whole batch by {difference:.2g} (relative), but rounding explains "
                     f"{allowed:.2g}. Compute each sample independently, or leave out batch_chunks."
                 )
         return None
 
-    def _last_of_whole(self, call: ChunkedCall, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the whole batch, and return the outputs of the samples in the last chunk."""
-        size = call.sizes[-1]
+    def _first_of_whole(self, call: ChunkedCall, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the whole batch, and return the outputs of the samples in the first chunk."""
+        size = call.sizes[0]
         try:
-            return _last_samples(call.call(inputs, 0, call.batch), call.batch, size)
+            return _first_samples(call.call(inputs, 0, call.batch), call.batch, size)
         except torch.OutOfMemoryError:
             pass  # The error's traceback holds the activations, so it ends before the next attempt.
-        pair = sum(call.sizes[-2:])
+        pair = sum(call.sizes[:2])
         logger.info("%s: the whole batch does not fit, so its chunks are compared with two of them", self._name)
-        return _last_samples(call.call(inputs, call.batch - pair, call.batch), pair, size)
+        return _first_samples(call.call(inputs, 0, pair), pair, size)
 
     def _inspect(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Report tensors outside the arguments and parameters of the block that would lose their gradient."""
@@ -254,10 +251,10 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _last_samples(outputs: Any, batch: int, size: int) -> list[Tensor]:
-    """Return the part of the last `size` samples of each tensor in the outputs for `batch` samples."""
+def _first_samples(outputs: Any, batch: int, size: int) -> list[Tensor]:
+    """Return the part of the first `size` samples of each tensor in the outputs for `batch` samples."""
     tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
-    return [tensor[tensor.shape[0] * (batch - size) // batch :] if tensor.dim() else tensor for tensor in tensors]
+    return [tensor[: tensor.shape[0] * size // batch] if tensor.dim() else tensor for tensor in tensors]
 
 
 def _rounding(tensors: Sequence[Tensor]) -> float:

@@ -233,7 +233,7 @@ BUDGETS = {
     "comm": 3_950,
     "compat": 5_150,
     "config": 3_020,
-    "engine": 2_700,
+    "engine": 2_710,
     "fsdp": 1_100,
     "offload": 3_570,
     "optim": 5_600,

@@ -507,7 +507,7 @@ def with_blocks(kind: type[Block]) -> Net:
 
 
 REFUSED = {
-    "mixing": (lambda: with_blocks(Mixing), "on rank 0, blocks.0 mixes the samples of a batch: output 0 of its last"),
+    "mixing": (lambda: with_blocks(Mixing), "on rank 0, blocks.0 mixes the samples of a batch: output 0 of its first"),
     "one rank": (lambda: with_blocks(MixingOnOneRank), "on rank 1, blocks.0 mixes the samples of a batch"),
     "capturing": (lambda: with_blocks(Capturing), r"blocks.1 uses a tensor of shape \[1\] that requires a gradient"),
     "storing": (lambda: with_blocks(Storing), "blocks.1 stores a tensor with a gradient in 'router_loss'"),
