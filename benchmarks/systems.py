@@ -264,6 +264,7 @@ def _offloaded(
 
 
 IN_BACKWARD = {"step_in_backward": True, "nonfinite_gradients": "ignore"}
+SPECULATIVE = {"step_in_backward": True, "nonfinite_gradients": "skip"}
 
 # The same with gradients that are added in bf16. These are run where they are named, and are no members of a family.
 REDUCING_IN_BF16: dict[str, Callable[[Construct, Workload], Step]] = {
@@ -312,11 +313,14 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "offload-onefold-2-in-backward": _offloaded(2, None, IN_BACKWARD, offload_optimizer=CPU),
     "offload-onefold-3": _offloaded(3, offload_optimizer=CPU, offload_param=CPU),
     "offload-onefold-3-in-backward": _offloaded(3, None, IN_BACKWARD, offload_optimizer=CPU, offload_param=CPU),
+    "offload-onefold-2-speculative": _offloaded(2, None, SPECULATIVE, offload_optimizer=CPU),
+    "offload-onefold-3-speculative": _offloaded(3, None, SPECULATIVE, offload_optimizer=CPU, offload_param=CPU),
     "offload-onefold-3-no-cache": _offloaded(3, None, {"device_cache": 0}, offload_optimizer=CPU, offload_param=CPU),
     "offload-onefold-auto": _offloaded(2, SOME_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-roomy": _offloaded(2, ROOMY_BUDGET, offload_optimizer=AUTO),
     "offload-onefold-disk": _offloaded(3, offload_optimizer=DISK),
     "offload-onefold-largest": _offloaded(3, LARGEST_BUDGET, offload_optimizer=AUTO),
+    "offload-onefold-largest-in-backward": _offloaded(3, LARGEST_BUDGET, IN_BACKWARD, offload_optimizer=AUTO),
     "offload-onefold-largest-8bit": _offloaded(
         3, LARGEST_BUDGET, {**INT8, **SPLIT_8}, offload_optimizer=AUTO, offload_param=CPU
     ),

@@ -95,8 +95,6 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
     if workload.batch_chunks:
         from onefold import tiled_cross_entropy as loss
     torch.manual_seed(workload.seed)
-    with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in GPT(shape).parameters())
 
     def construct() -> GPT:
         with device:
@@ -139,7 +137,7 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
     if sent_before is not None and sent_after is not None:
         sent_mb = (sent_after - sent_before) / 1e6 / (workload.num_steps + 1) / dist.get_world_size()
     measured = {
-        "num_parameters": num_parameters,
+        "num_parameters": shape.num_parameters,
         "step_seconds": [_between(marks[i], marks[i + 1]) for i in range(workload.num_steps)],
         "startup_seconds": startup_seconds,
         "resident_mb": peak_resident_mb(),

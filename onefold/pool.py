@@ -24,6 +24,7 @@ class Pool:
         self._device = device
         self._keeps = device.type == "cpu"
         self._free: dict[Hashable, list[torch.Tensor]] = {}
+        self._adopted: set[int] = set()
         self.num_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, key: Hashable = None) -> torch.Tensor:
@@ -36,9 +37,17 @@ class Pool:
             return zeros_apart(numel, dtype, self._device)
         return torch.empty(numel, dtype=dtype, device=self._device)
 
+    def adopt(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Count a buffer that the pool did not allocate until it is given back, and return it."""
+        self._adopted.add(buffer.data_ptr())
+        self.num_bytes += buffer.nbytes
+        return buffer
+
     def give_back(self, buffer: torch.Tensor, key: Hashable = None) -> None:
         """Return a buffer to the pool."""
-        if self._keeps:
+        is_adopted = buffer.data_ptr() in self._adopted
+        self._adopted.discard(buffer.data_ptr())
+        if self._keeps and not is_adopted:
             self._free.setdefault((buffer.numel(), buffer.dtype, key), []).append(buffer)
         else:
             self.num_bytes -= buffer.nbytes

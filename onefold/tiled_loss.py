@@ -109,6 +109,12 @@ def use_tiled_loss(model: nn.Module, num_tiles: int | None = None) -> None:
             f"use_tiled_loss: a {type(model).__name__} has no output embeddings with a loss function of transformers. "
             "Call onefold.tiled_cross_entropy in its forward."
         )
+    name = getattr(causal.loss_function, "__name__", type(causal.loss_function).__name__)
+    if name != "ForCausalLMLoss":
+        raise ValueError(
+            f"use_tiled_loss: the loss function of this {type(model).__name__} is {name}, but only the ForCausalLMLoss "
+            "of transformers can be computed in tiles. Call onefold.tiled_cross_entropy in its forward."
+        )
     _TiledModel(causal, head, num_tiles)
 
 

@@ -21,6 +21,7 @@ SECOND = (
     "docs",
     "engine",
     "estimate",
+    "fsdp",
     "optim",
     "pages",
     "plan",

@@ -36,7 +36,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool = False) -> None:
     """Store the sum of pieces of one dtype in `target`, or with `add` add it, in the order of the tree.
 
-    The target may be one of the pieces.
+    The target may be one of the pieces. Its last bytes may contain one with fewer bits, on a CPU.
     """
     if pieces[0].dtype != torch.float64 and (kernels := _kernels(target)):
         kernels.add_tree(pieces, target, add=add)
@@ -46,7 +46,8 @@ def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool 
     for start in range(0, target.numel(), _CHUNK):
         stop = min(start + _CHUNK, target.numel())
         into = target[start:stop]
-        rows, spare = [piece[start:stop] for piece in pieces], [buffer[: stop - start] for buffer in scratch]
+        rows = [_apart(piece[start:stop], into) for piece in pieces]
+        spare = [buffer[: stop - start] for buffer in scratch]
         if add or into.dtype != size or len(rows) == 1:
             total = _fold(rows, spare[1:], spare[0])
             into.add_(total) if add else into.copy_(total)
@@ -54,6 +55,15 @@ def add_tree(pieces: Sequence[torch.Tensor], target: torch.Tensor, *, add: bool 
             half = _half(len(rows))
             left, right = _fold(rows[:half], spare[2:], spare[0]), _fold(rows[half:], spare[2:], spare[1])
             _add(left, right, into)
+
+
+def _apart(row: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Return a row, copied if it has fewer bits than the elements of `into` that are written over it."""
+    if row.dtype == into.dtype or row.untyped_storage()._cdata != into.untyped_storage()._cdata:
+        return row
+    begin, end = into.storage_offset() * into.itemsize, (into.storage_offset() + into.numel()) * into.itemsize
+    start, stop = row.storage_offset() * row.itemsize, (row.storage_offset() + row.numel()) * row.itemsize
+    return row.clone() if start < end and begin < stop else row
 
 
 def _fold(pieces: Sequence[torch.Tensor], spare: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

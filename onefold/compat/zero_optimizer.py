@@ -281,6 +281,7 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         The copy is the same object until the next step for as long as the caller keeps it, so it can be a key.
         """
         master = self._step.master_of(store)
+        self._step.expose(store)
         if master.is_plain_tensor:
             if store not in self._handed_out:
                 mover = Mover("a master weight of the optimizer", self._offloaded, [OffloadStateTypeEnum.hp_params])
@@ -308,12 +309,14 @@ class _States(Mapping[torch.Tensor, dict[str, Any]]):
         store = next((store for store in self._step.stores if self._is_master(store, key)), None)
         parts: dict[str, list[torch.Tensor]] = {}
         if store is not None:
+            self._step.expose(store)
             for held in self._step.states.held_states(store):
                 parts.setdefault(held.name, []).append(self._read(held.buffer))
         elif any(key is parameter for group in self._step.groups for parameter in group["params"]):
             handle = handle_of(key)
             assert handle is not None
             param, index = handle.location_of(key)
+            self._step.expose(param.store)
             for held in self._step.states.held_states(param.store) if param.trainable else ():
                 member, first = param.layout.members[index], param.store.start + held.start
                 low, high = max(member.start - first, 0), min(member.stop - first, held.buffer.numel())

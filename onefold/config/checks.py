@@ -243,7 +243,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "data_types.keep_in_fp32_modules: it has no effect without bf16.enabled or fp16.enabled"
     fills_tiers = zero.offload_optimizer.device != "none" and zero.offload_optimizer.ratio is None
     for name in ("device_memory", "host_memory"):
-        if getattr(own, name) is not None and not fills_tiers:
+        limits_speculation = name == "host_memory" and own.step_in_backward
+        if getattr(own, name) is not None and not fills_tiers and not limits_speculation:
             yield f'onefold.{name}: it has no effect unless zero_optimization.offload_optimizer.ratio is "auto"'
     if fills_tiers and zero.offload_optimizer.max_in_cpu:
         yield (

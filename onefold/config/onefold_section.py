@@ -61,7 +61,7 @@ class OnefoldSection:
     host_memory: float | None = key(
         None,
         "Host memory for the offloaded states of all ranks of a node, in GB. The default is the available memory, less "
-        "a tenth.",
+        "a tenth. It limits `ratio: auto` and the second states of `step_in_backward`.",
         above=0,
     )
     device_cache: float | None = key(
@@ -115,8 +115,10 @@ class OnefoldSection:
     step_in_backward: bool = key(
         False,
         "Step offloaded shards as soon as their gradients are reduced, while the backward of earlier units runs. The "
-        "result is the same. It needs `gradient_clipping` 0 and `nonfinite_gradients` ignore, and hyperparameters must "
-        "not change between backward and step.",
+        "result is the same. With `gradient_clipping`, fp16, or `nonfinite_gradients` raise or skip, such a step "
+        "writes second master weights and states, and is discarded if gradients turn out to be clipped or not finite. "
+        "Second states are allocated for as many units as fit in half of the free host memory, or in `host_memory`. "
+        "Without these keys there are none, and hyperparameters must not change between backward and step.",
     )
     batch_chunks: int | None = key(
         0,

@@ -80,7 +80,7 @@ class OffloadedStates:
         kinds = [kind for kind in _kinds(include) if kind not in self._kinds]
         schedule = self._state.schedule
         if self._state.step is not None:
-            self._state.step.refuse_early("offload_states")
+            self._state.step.give_up_early("offload_states")
         schedule.wait_for_step()
         schedule.reshard_for("offload_states")
         freed = {}

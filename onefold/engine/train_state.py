@@ -85,6 +85,8 @@ class TrainState:
         if self.schedule.context.in_backward:
             # An earlier backward outside of the engine raised and never ended. Its gradients are incomplete.
             self.abort_backward()
+        if self.step is not None:
+            self.step.give_up_early("another backward")
         self.window.divide_by(divisor)
         self.schedule.begin_backward(boundary=self.window.backward_is_last)
         if self.step is not None and self.window.backward_is_last:
@@ -107,7 +109,7 @@ class TrainState:
     def drop_gradients(self) -> None:
         """Drop all accumulated gradients and end their window."""
         if self.step is not None:
-            self.step.refuse_early("dropping gradients")
+            self.step.give_up_early("dropping gradients")
         for parameter in self.left_alone:
             parameter.grad = None
         if self.schedule.context.in_backward:

@@ -318,6 +318,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _wait_in_forwards(self, model: nn.Module) -> None:
         """Make the forward of each FSDP2 module wait for the parameters that it all-gathers."""
         owned = parameters_by_module(model)
+        waited_for = {parameter for parameters in owned.values() for parameter in parameters}
+        alone = [store.name for parameter, store in self._stores.items() if parameter not in waited_for]
+        if alone:
+            raise ValueError(
+                f"onefold.fsdp.offload: {alone[0]} belongs to no fully_shard module, so no forward would wait for a "
+                "non-blocking step of it. Call fully_shard on the whole model too, or leave out non_blocking."
+            )
 
         @outside_compiler
         def wait(module: nn.Module, *_: Any) -> None:
@@ -385,10 +392,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in groups for parameter in group["params"]]
         saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         of_parameter = dict(zip(saved_ids, parameters, strict=True))
-        for index, values in state_dict["state"].items():
-            store = self._stores[of_parameter[index]]
+        saved = {of_parameter[index]: values for index, values in state_dict["state"].items()}
+        for parameter, store in self._stores.items():
             if store.is_placed:  # not if it is frozen
-                store.load(values)
+                store.load(saved.get(parameter, {}))
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:

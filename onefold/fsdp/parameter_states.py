@@ -251,6 +251,8 @@ class ParameterStates:
                 buffer.store(self.weight.to(torch.float32))
             elif self.num_steps:
                 raise ValueError(f"the state of {self.name} has no {name}. Load a state dict of the same optimizer.")
+            else:  # saved before the first step
+                buffer.store(torch.zeros(buffer.numel(), dtype=buffer.dtype))
 
     def _local(self, name: str, value: torch.Tensor) -> torch.Tensor:
         local, parameter = local_tensor(value), self.parameter

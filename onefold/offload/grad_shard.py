@@ -152,10 +152,10 @@ class HostGrad(GradShard):
         # The reduced gradient of one micro-step on the device, until it is copied to the host.
         self._passing: torch.Tensor | None = None
         self._reader: Future[CopyEvent] | None = None
-        # Whether a step under the backward reads the gradient.
-        self._is_stepped = False
+        # Called before the gradient changes. A step under the backward, which reads it before `step`, sets it.
+        self._before_change: Callable[[], None] = _nothing
         # Called before a gradient overwrites the buffer, in which a step may have left the new model weights.
-        self.on_overwrite: Callable[[], None] = lambda: None
+        self.on_overwrite: Callable[[], None] = _nothing
         memory.gradients.expect(size)
 
     def set_cached(self, *, on: bool) -> None:
@@ -179,7 +179,7 @@ class HostGrad(GradShard):
         return self._own
 
     def target(self, slot: torch.Tensor, pool: Pool) -> tuple[torch.Tensor, bool]:
-        self._refuse_change()
+        self._before_change()
         if self.cached is not None and (self.value is None or self.is_on_device):
             if self.value is None:
                 self._wait_for_reader()
@@ -219,23 +219,18 @@ class HostGrad(GradShard):
         elif with_norm and self._memory.bus.crosses:
             self._squares, self._squares_ready = shard_squares(self.cached), COMPLETE
 
-    def _refuse_change(self) -> None:
-        """Raise if the step reads the gradient already, before `step` is called."""
-        if self._is_stepped:
-            raise RuntimeError(
-                "a gradient is added to or changed after onefold.step_in_backward has stepped its shard. This happens "
-                "if a module runs twice under reentrant checkpointing, or if the program changes gradients between "
-                "backward and step. Set step_in_backward to false."
-            )
-
     def _wait_for_reader(self) -> None:
         """Wait until the step has read the previous gradient."""
         if self._reader is not None:
             self._reader.result()
 
-    def read_by(self, step: Future[CopyEvent] | None, *, is_early: bool = False) -> None:
-        """Register the step that reads the gradient until it is done. `is_early`: before `step` is called."""
-        self._reader, self._is_stepped = step, is_early
+    def read_by(self, step: Future[CopyEvent] | None, before_change: Callable[[], None] | None = None) -> None:
+        """Register the step that reads the gradient until it is done.
+
+        `before_change` is called before the gradient changes, by a step under the backward that should be the last to
+        read it.
+        """
+        self._reader, self._before_change = step, before_change or _nothing
 
     def wait(self) -> None:
         self._arriving.synchronize()
@@ -247,7 +242,7 @@ class HostGrad(GradShard):
         return self._squares.sum()
 
     def forget_square_sum(self) -> None:
-        self._refuse_change()
+        self._before_change()
         self._squares = None
 
     def swap(self) -> None:
@@ -258,6 +253,7 @@ class HostGrad(GradShard):
     def widen(self, dtype: torch.dtype, pool: Pool, key: Hashable, *, in_place: bool) -> None:
         if self._own.dtype == dtype:
             return
+        self._before_change()
         self.wait()
         if self.cached is not None:
             self._wait_for_reader()
@@ -271,8 +267,12 @@ class HostGrad(GradShard):
 
     def drop(self, pool: Pool, key: Hashable) -> None:
         self.value = self._squares = None
-        self._is_stepped = False
+        self._before_change = _nothing
 
     def tensors(self, tier: Tier) -> list[torch.Tensor]:
         held = {Tier.HOST: (self._own, self._other), Tier.DEVICE: (self.cached,)}
         return [tensor for tensor in held.get(tier, ()) if tensor is not None]
+
+
+def _nothing() -> None:
+    """Do nothing."""

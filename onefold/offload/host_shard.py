@@ -131,6 +131,10 @@ class HostShard(ParamShard):
         if written is not None:
             self._is_cached, self._reading = True, written
 
+    def discard_written(self) -> None:
+        """Discard what `write_cached` has written. The next all-gather copies the newest value to the device again."""
+        self._is_written = False
+
     def start_copy_of_cached(self, written: CopyEvent) -> None:
         """Start to copy the newest value from the device to `values`."""
         assert self.cached is not None
@@ -206,3 +210,7 @@ class ToCache(Publisher):
         if self._written is not None:
             self._shard.start_copy_of_cached(self._written)
         return COMPLETE
+
+    def discard(self) -> None:
+        """Keep using the weights before the step."""
+        self._shard.discard_written()

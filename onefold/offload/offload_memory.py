@@ -25,6 +25,7 @@ from onefold.plan import FlatParamSpec, Plan, Tier, assign_tiers, count_bytes
 from onefold.plan.buffers import PARAMETER
 from onefold.plan.device_cache import assign_device_cache
 from onefold.plan.plan import Offload
+from onefold.plan.speculation import assign_second_states, second_bytes
 
 
 def agree_on_tiers(
@@ -36,12 +37,16 @@ def agree_on_tiers(
     on_device, on_host = plan.offload.device_bytes, plan.offload.host_bytes
     if on_device is None and device.type == "cuda":  # on a CPU, device memory is no limit
         on_device = torch.cuda.mem_get_info(device)[0] * 3 // 4
-    if on_host is None:
-        on_host = available_bytes() * 9 // 10
-    rows = agreement.synchronize("the room in each tier", [on_device or 0, on_host, plan.offload.cache_bytes or 0])
+    available = available_bytes() * 9 // 10
+    mine = [on_device or 0, available if on_host is None else on_host, plan.offload.cache_bytes or 0]
+    rows = agreement.synchronize("the room in each tier", [*mine, min(mine[1], available), on_host is not None])
     on_device = min(row[0] for row in rows) if on_device is not None else None
-    on_host = min(row[1] for row in rows) // num_ranks_on_node(agreement.group)
+    on_host, for_second = (min(row[at] for row in rows) // num_ranks_on_node(agreement.group) for at in (1, 3))
     assigned = assign_tiers(specs, plan, device_bytes=on_device, host_bytes=on_host)
+    keeps_half_free, device_is_host = not all(row[4] for row in rows), device.type == "cpu"
+    assigned = assign_second_states(
+        assigned, plan, for_second, keeps_half_free=keeps_half_free, device_is_host=device_is_host
+    )
     return assign_device_cache(assigned, plan, min(row[2] for row in rows))
 
 
@@ -64,6 +69,8 @@ def make_memory(
         f"masters {on_host.masters / 1e9:.2f}, states {on_host.states / 1e9:.2f}, gradients "
         f"{on_host.gradients / 1e9:.2f}, parameters {on_host.parameters / 1e9:.2f} GB"
     )
+    if plan.speculates:
+        what += f" (of them {second_bytes(specs, plan) / 1e9:.2f} GB second masters and states)"
     try:
         ratio = plan.offload.optimizer.ratio
         check_room(needs.host_bytes, what, num_ranks_on_node(agreement.group), ratio)

@@ -51,6 +51,9 @@ class Publisher:
         """Return an event that completes when the master may be overwritten. Called after the last range."""
         return COMPLETE
 
+    def discard(self) -> None:
+        """Keep the model weight as it was, because a speculative step is discarded."""
+
 
 class InPlace(Publisher):
     """Casts into a model weight in the same tier, in the same kernel or loop that updates the master."""

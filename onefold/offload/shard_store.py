@@ -5,8 +5,9 @@
 * `model_weight`: of a flat parameter that stays unsharded, this rank's range of it, if the master is another tensor.
 * `master`: the fp32 weight that the optimizer updates, and its `states`.
 * `grad`: the reduced gradient.
+* `second`: the master and states that a speculative step writes ([Note: speculative steps]). None without one.
 
-Nothing is stored twice. The master is the parameter shard itself where that is possible
+Nothing else is stored twice. The master is the parameter shard itself where that is possible
 (`FlatParamSpec.master_is_shard`), or this rank's range of an unsharded fp32 flat parameter. The bf16 part of a split
 master in the same tier is the model weight (`FlatParamSpec.weight_is_part_of_master`). Otherwise the master is a
 separate tensor, and a step copies it into the model weight (`sync_model_weight_from_master`).
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,12 +36,20 @@ from onefold.offload.param_shard import DeviceShard, LastUse, ParamShard, Publis
 from onefold.offload.state_codec import Dither
 from onefold.offload.write_check import WriteCheck, fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier
-from onefold.plan.buffers import MASTER, PARAMETER, BufferSpec, master_dtype
+from onefold.plan.buffers import MASTER, PARAMETER, SECOND, BufferSpec, master_dtype
 from onefold.plan.layout import PARAMETER_ALIGNMENT, Segment, round_up
 from onefold.plan.traffic import is_streamed
 
 # Elements of a master that are compared with the model weight at once.
 _COMPARED = 1 << 22
+
+
+@dataclass(frozen=True)
+class StepState:
+    """The master and the states of a shard: what a step reads and writes."""
+
+    master: Buffer
+    states: dict[str, Buffer]
 
 
 class ShardStore:
@@ -56,6 +65,9 @@ class ShardStore:
         self.param: ParamShard | None = None
         self.grad: GradShard | None = None
         self.states: dict[str, Buffer] = {}
+        self.second: StepState | None = None
+        # Whether user code may hold, read and write the tensors of the master or the states.
+        self.is_exposed = False
         # Indices of parameters that the user has frozen since initialize. A step does not change them.
         self.frozen: set[int] = set()
         # The same when the last step was started: an offloaded step may still run when `frozen` changes.
@@ -137,6 +149,13 @@ class ShardStore:
             name: Buffer([self._allocate(part) for part in self._planned(name)], numel, spec.format_of(name))
             for name in spec.names
         }
+        if self.spec.has_second_state:
+            second = self.master.like(iter([self._allocate(part) for part in self._planned(SECOND + MASTER)]))
+            states = {
+                name: state.like(iter([self._allocate(part) for part in self._planned(SECOND + name)]))
+                for name, state in self.states.items()
+            }
+            self.second = StepState(second, states)
 
     def add_state(self, name: str, room: Buffer | None) -> None:
         """Add a state that the plan did not count, all zero, in the dtype of the master.
@@ -145,6 +164,8 @@ class ShardStore:
         """
         spec, numel = self.spec.state_spec, self.stop - self.start
         formats = (*spec.formats, None) if spec.formats else ()
+        # A second master without a second tensor of the new state is of no use.
+        self.spec, self.second = replace(self.spec, has_second_state=False), None
         self.spec = replace(self.spec, state_spec=replace(spec, names=(*spec.names, name), formats=formats))
         if room is None:
             room = Buffer.of(zeros_apart(numel, master_dtype(self.spec.dtype), self.device))
@@ -343,6 +364,12 @@ class ShardStore:
         found = self.spec.layout.segments(self.start + first, stop)
         return [Segment(segment.group, segment.start - self.start, segment.stop - self.start) for segment in found]
 
+    def use_second(self) -> None:
+        """Exchange the master and the states with the second ones, which a speculative step has written."""
+        assert self.second is not None
+        first = StepState(self.master, self.states)
+        self._master, self.states, self.second = self.second.master, self.second.states, first
+
     def begin_step(self) -> None:
         """Record which parameters are frozen when the step starts."""
         self.frozen_in_step = frozenset(self.frozen)
@@ -387,7 +414,10 @@ class ShardStore:
 
     def master_bytes(self, tier: Tier) -> int:
         """Return the bytes of the master in a tier, without what the flat parameter or the shard stores."""
-        return sum(part.nbytes for part in self.own_master()) if self.state_tier is tier else 0
+        if self.state_tier is not tier:
+            return 0
+        second = self.second.master.nbytes if self.second is not None else 0
+        return second + sum(part.nbytes for part in self.own_master())
 
     def own_master(self) -> list[torch.Tensor | DiskTensor]:
         """Return the parts of the master that neither the flat parameter nor the parameter shard stores."""
@@ -398,7 +428,8 @@ class ShardStore:
 
     def state_bytes(self) -> int:
         """Return the bytes of all optimizer states."""
-        return sum(state.nbytes for state in self.states.values())
+        second = self.second.states if self.second is not None else {}
+        return sum(state.nbytes for state in (*self.states.values(), *second.values()))
 
     def device_params(self) -> list[torch.Tensor]:
         """Return the model weight or parameter shard on the device, unless it is the master, or the cached copy."""
@@ -418,6 +449,6 @@ class ShardStore:
     def forget_training(self) -> None:
         """Free everything but the parameter shard, because the engine is destroyed."""
         self.grad = self._master = self.model_weight = self._fingerprint = None
-        self.states = {}
+        self.states, self.second = {}, None
         if self.param is not None:
             self.param = self.param.in_own_memory()

@@ -82,6 +82,8 @@ class StepDecision:
             step.apply(optimizer, self._unscaled * self._clip_coefficient())
         elif step.overflow and on_device:
             step.undo_step()
+        elif step.overflow:
+            step.give_up_early("a skipped step")
         if step.overflow and not self.scales_loss:
             self.problem = _describe_nonfinite(self._schedule, self.losses)
             if self._scaling.nonfinite == "raise":

@@ -65,6 +65,8 @@ class StreamedShard:
     """
     is_cached: bool = False
     """The gradient is in the device cache."""
+    target: StateWindow | None = None
+    """The new values are copied here, instead of replacing the old ones ([Note: speculative steps])."""
 
     @property
     def has_gradient_on_device(self) -> bool:
@@ -204,7 +206,7 @@ class GpuStream:
         """Launch one chunk. Return the event of its copy to the host, and whether it is published."""
         inside = slice(start - window.start, stop - window.start)
         buffers = [window.master[inside], *(state[inside] for state in window.states.values())]
-        parts = [part for buffer in buffers for part in buffer.tensors]
+        parts = window.parts_in(start, stop)
         gradient = shard.gradient[start:stop]
         sources = [part for part in parts if not _is_on_gpu(part)]
         sources += [] if shard.has_gradient_on_device else [gradient]
@@ -219,7 +221,8 @@ class GpuStream:
         store = _ShardRange(shard.store, start, weight)
         self._elementwise.update(store, gradient, shard.step, chunk, 0, stop - start, weight)
         is_published = shard.publisher.send_from_device(master.weight, start, stop, gradient, self._bus)
-        copied_back = [(copy, part) for copy, part in zip(on_device, parts, strict=True) if copy is not part]
+        targets = shard.target.parts_in(start, stop) if shard.target is not None else parts
+        copied_back = [(copy, part) for copy, part in zip(on_device, targets, strict=True) if copy is not part]
         return self._bus.down_together(copied_back), is_published
 
 

@@ -21,9 +21,9 @@ the cast of its gradient and the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +40,15 @@ from onefold.optim.matrix_exchange import ExchangedMatrices
 from onefold.optim.matrix_rules import WIRE, AnyRule, MatrixRule
 from onefold.optim.matrix_steps import MatrixUpdate
 from onefold.optim.nvme_windows import EVERYTHING, MASTERS_ONLY, STATES_ONLY, NvmeWindows
-from onefold.optim.pipeline import ElementwiseUpdate, StateWindow, StepValues, Windows, step_shard, whole_window
+from onefold.optim.pipeline import (
+    ElementwiseUpdate,
+    StateWindow,
+    StepValues,
+    Windows,
+    copied_window,
+    step_shard,
+    whole_window,
+)
 from onefold.plan import Plan, Tier
 from onefold.plan.traffic import is_streamed
 from onefold.recorder import Track, recorded
@@ -79,7 +87,7 @@ class OffloadedStep:
         self._delays = plan.delays_host
         self._delayed: list[tuple[ShardStore, Future[CopyEvent]]] = []
         # Shards that were stepped during the backward, and whose new weights are not published yet.
-        self._early: dict[ShardStore, tuple[Future[CopyEvent], Publisher]] = {}
+        self._early: dict[ShardStore, EarlyTask] = {}
         # Those of them that are streamed.
         self._early_streamed: list[_StreamTask] = []
         # The tasks of the last step, also after they were waited for: any thread may call `wait` at any time.
@@ -125,8 +133,8 @@ class OffloadedStep:
     def _check(self) -> None:
         if self._failed is not None:
             raise RuntimeError(
-                f"an earlier offloaded step failed ({type(self._failed).__name__}: {self._failed}), so only some "
-                "states are updated. Load a checkpoint into a new engine."
+                f"an earlier offloaded step failed ({type(self._failed).__name__}: {self._failed}), so states may be "
+                "updated only in part. Load a checkpoint into a new engine."
             ) from self._failed
 
     # -- starting a step ----------------------------------------------------------------------------------------
@@ -139,8 +147,7 @@ class OffloadedStep:
         """
         self._check()
         if self._early_streamed:
-            started, self._early_streamed = self._early_streamed, []
-            self._memory.stream_worker.submit(self._stream_all, {}, step, None, started=started)  # completes them
+            self._finish_early_streamed()
         gradients = {store: _gradient_of(store).for_step() for store in stores}
         if self._delays:
             for store in stores:
@@ -158,7 +165,7 @@ class OffloadedStep:
                     continue
                 task: Future[CopyEvent]
                 if store in self._early:
-                    task = self._publish(store, *self._early.pop(store), last_use)
+                    task = self._publish(store, self._early.pop(store), last_use)
                 elif self._is_streamed(store) and store.state_tier is not Tier.NVME:
                     streamed[store] = _StreamTask(gradient, task := Future())
                 else:
@@ -179,30 +186,51 @@ class OffloadedStep:
                 each.fail(self._failed)
             raise
 
-    def start_early(self, store: ShardStore, step: StepValues) -> None:
-        """Start to update a shard's master and states during the backward. `start` publishes the new weights."""
+    def start_early(self, store: ShardStore, step: StepValues, before_change: Callable[[], None]) -> None:
+        """Start to update a shard's master and states, or its second ones, during the backward.
+
+        `start` publishes the new weights, unless `discard_early` is called. `before_change` is called before the
+        gradient changes.
+        """
         self._check()
         grad, last_use = _gradient_of(store), self._memory.bus.now()
         gradient = grad.for_step()
-        publisher = Publisher()
+        second = store.second
+        (window,) = whole_window(store)
+        target = replace(window, master=second.master, states=second.states) if second is not None else None
+        early = EarlyUpdate(Publisher(), window, target)
         task: Future[CopyEvent]
         if self._is_streamed(store):
             if store.param is not None:
-                publisher = store.param.early_publisher()
-            self._early_streamed.append(streamed := _StreamTask(gradient, task := Future(), publisher))
+                early = replace(early, publisher=store.param.early_publisher())
+            self._early_streamed.append(streamed := _StreamTask(gradient, task := Future(), early))
             self._memory.stream_worker.submit(self._stream_all, {store: streamed}, step, last_use, is_early=True)
         else:
-            task = self._submit("host step", store, self._step, store, gradient, step, last_use, publisher)
-        self._early[store] = task, publisher
-        grad.read_by(task, is_early=True)
+            task = self._submit("host step", store, self._step, store, gradient, step, last_use, early)
+        self._early[store] = EarlyTask(task, early)
+        grad.read_by(task, before_change)
 
-    def _publish(
-        self, store: ShardStore, updated: Future[CopyEvent], received: Publisher, last_use: LastUse
-    ) -> Future[CopyEvent]:
-        """Publish a shard that was updated during the backward. Return the task that completes its step.
+    def discard_early(self, stores: Sequence[ShardStore]) -> None:
+        """Discard the updates of some shards during the backward, after the tasks that have begun are complete."""
+        tasks = {store: self._early.pop(store) for store in stores}
+        running = [task for task, _ in tasks.values() if not task.cancel()]
+        if self._early_streamed:
+            self._finish_early_streamed().result()
+        wait(running)
+        for store, (_, early) in tasks.items():
+            early.publisher.discard()
+            _gradient_of(store).read_by(None)
 
-        `received` is the publisher of the update.
-        """
+    def _finish_early_streamed(self) -> Future[None]:
+        """Have the stream thread complete the chunks that are in flight."""
+        started, self._early_streamed = self._early_streamed, []
+        return self._memory.stream_worker.submit(self._stream_all, {}, None, None, started=started)
+
+    def _publish(self, store: ShardStore, early: EarlyTask, last_use: LastUse) -> Future[CopyEvent]:
+        """Publish a shard that was updated during the backward. Return the task that completes its step."""
+        updated, received = early.task, early.update.publisher
+        if early.update.target is not None:
+            store.use_second()  # the task has its own references
         if isinstance(received, ToCache):
 
             def use_cache() -> CopyEvent:
@@ -253,7 +281,7 @@ class OffloadedStep:
         gradient: torch.Tensor,
         step: StepValues,
         last_use: LastUse,
-        early: Publisher | None = None,
+        early: EarlyUpdate | None = None,
     ) -> CopyEvent:
         publisher = self._publisher(store, last_use, early)
         if self._is_streamed(store):
@@ -264,9 +292,12 @@ class OffloadedStep:
                 publisher.release()
             return store.set_master_free_event(publisher.finish())
         update = partial(self._elementwise.update, store, gradient, step)
-        return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
+        windows = self._windows(store)
+        if early is not None and early.target is not None:
+            windows = copied_window(early.window, early.target, CHUNK)
+        return store.set_master_free_event(step_shard(windows, update, publisher, CHUNK))
 
-    def _publisher(self, store: ShardStore, last_use: LastUse, early: Publisher | None) -> Publisher:
+    def _publisher(self, store: ShardStore, last_use: LastUse, early: EarlyUpdate | None) -> Publisher:
         """Wait until the shard may be updated, and return its publisher, or that of a step under the backward.
 
         A delayed step publishes when it is collected.
@@ -276,7 +307,7 @@ class OffloadedStep:
         store.wait_until_master_is_free()
         if self._delays:
             return Publisher()
-        return early or store.publisher(_gradient_of(store).host_memory, last_use)
+        return early.publisher if early is not None else store.publisher(_gradient_of(store).host_memory, last_use)
 
     def _windows(self, store: ShardStore) -> Iterator[StateWindow]:
         if self._nvme is not None and store.state_tier is Tier.NVME:
@@ -301,16 +332,22 @@ class OffloadedStep:
         return self._stream is not None and is_streamed(self._plan, store.spec)
 
     def _streamed_shard(
-        self, store: ShardStore, gradient: torch.Tensor, publisher: Publisher, step: StepValues, last_use: LastUse
+        self,
+        store: ShardStore,
+        gradient: torch.Tensor,
+        publisher: Publisher,
+        step: StepValues,
+        last_use: LastUse,
+        target: StateWindow | None = None,
     ) -> StreamedShard:
         is_cached = gradient is _gradient_of(store).cached
-        return StreamedShard(store, gradient, publisher, step, last_use, is_cached=is_cached)
+        return StreamedShard(store, gradient, publisher, step, last_use, is_cached=is_cached, target=target)
 
     @torch.no_grad()
     def _stream_all(
         self,
         tasks: Mapping[ShardStore, _StreamTask],
-        step: StepValues,
+        step: StepValues | None,
         last_use: LastUse,
         *,
         is_early: bool = False,
@@ -325,10 +362,14 @@ class OffloadedStep:
             for store, (gradient, task, early) in tasks.items():
                 if self._failed is not None:
                     raise self._failed.with_traceback(None)
+                if task.cancelled():
+                    continue
+                assert step is not None
                 with recorded(Track.STEP, "device step", store.unit_name, numel=store.stop - store.start, by_host=True):
                     publisher = self._publisher(store, last_use, early)
-                    shard = self._streamed_shard(store, gradient, publisher, step, last_use)
-                    for window in whole_window(store):
+                    target = early.target if early is not None else None
+                    shard = self._streamed_shard(store, gradient, publisher, step, last_use, target)
+                    for window in [early.window] if early is not None else whole_window(store):
                         self._stream.start(shard, window, partial(_complete, store, publisher, task))
             if not is_early:
                 self._stream.finish()
@@ -384,13 +425,30 @@ class OffloadedStep:
         return store.set_master_free_event(step_shard(self._windows(store), update, publisher, CHUNK))
 
 
+@dataclass(frozen=True)
+class EarlyUpdate:
+    """The update of a shard under the backward: from one window to another, or in place."""
+
+    publisher: Publisher
+    """Receives the new weights before `step` is called."""
+    window: StateWindow
+    """The master and states. `start` may exchange those of the shard before the task runs."""
+    target: StateWindow | None
+
+
+class EarlyTask(NamedTuple):
+    """An update under the backward, and the task that computes it."""
+
+    task: Future[CopyEvent]
+    update: EarlyUpdate
+
+
 class _StreamTask(NamedTuple):
-    """A shard that the stream thread steps."""
+    """A shard that the stream thread steps. `early`: under the backward."""
 
     gradient: torch.Tensor
     result: Future[CopyEvent]
-    early: Publisher | None = None
-    """The publisher of a step under the backward."""
+    early: EarlyUpdate | None = None
 
     def fail(self, error: BaseException) -> None:
         with suppress(InvalidStateError):  # it is complete

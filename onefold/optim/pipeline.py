@@ -77,6 +77,11 @@ class StateWindow:
         """Return [start, stop) of the shard's master."""
         return self.master[start - self.start : stop - self.start]
 
+    def parts_in(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return [start, stop) of all tensors, in a fixed order."""
+        inside = slice(start - self.start, stop - self.start)
+        return [part for buffer in (self.master, *self.states.values()) for part in buffer[inside].tensors]
+
 
 Windows = Callable[[ShardStore], Iterator[StateWindow]]
 
@@ -87,6 +92,16 @@ Update = Callable[[StateWindow, int, int, torch.Tensor | None], None]
 def whole_window(store: ShardStore) -> Iterator[StateWindow]:
     """Return the only window of a shard whose state is in memory."""
     yield StateWindow(0, store.stop - store.start, store.master, store.states)
+
+
+def copied_window(window: StateWindow, target: StateWindow, chunk_size: int | None) -> Iterator[StateWindow]:
+    """Copy a window into other memory, chunk by chunk, and return each copied chunk as a window."""
+    for start, stop in window.chunks(chunk_size):
+        for old, new in zip(window.parts_in(start, stop), target.parts_in(start, stop), strict=True):
+            new.copy_(old)
+        inside = slice(start - target.start, stop - target.start)
+        states = {name: state[inside] for name, state in target.states.items()}
+        yield StateWindow(start, stop, target.master[inside], states)
 
 
 def step_shard(

@@ -18,7 +18,7 @@ from onefold.offload.buffer import Buffer
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.optim.chosen import ChosenOptimizer
-from onefold.optim.early_step import EarlyStep
+from onefold.optim.early_step import ACCESS, EarlyStep
 from onefold.optim.group_values import WrittenValues
 from onefold.optim.instance import Attributes, InstanceRule, is_torchs, plain_number, step_hooks
 from onefold.optim.instance_step import InstanceStep
@@ -80,7 +80,7 @@ class ShardedStep:
         self._group_digest = None if user_defined else GroupDigest(self.groups)
         flags = [rule.flag for rule in chosen.rules if isinstance(rule, MatrixRule)]
         self._written = WrittenValues(self.name, self.groups, chosen.checks_of_groups(), flags)
-        self._formats = plan.formats
+        self._formats, self._speculates = plan.formats, plan.speculates
         # Groups whose late states (SGD's momentum) have been created, now and before the last step.
         self._begun: frozenset[int] = frozenset()
         self._begun_before: frozenset[int] = frozenset()
@@ -96,7 +96,7 @@ class ShardedStep:
                     f"onefold.step_in_backward: optimizer {self.name} steps all parameters at once, in its own code. "
                     "Set step_in_backward to false, or use AdamW, Adam, Lion or SGD"
                 )
-            self._early = EarlyStep(self._host, schedule)
+            self._early = EarlyStep.of(self._host, schedule, plan)
         self._set_begun(frozenset())
         self.matrices: MatrixSteps | None = None
         if chosen.has_matrices:
@@ -107,33 +107,33 @@ class ShardedStep:
     @property
     def changing(self) -> bool:
         """Whether a step is under way, so that masters and states are inconsistent."""
-        return self._changing or (self._early is not None and self._early.has_begun)
+        return self._changing or (self._early is not None and self._early.has_changed_masters)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
     def begin_last_backward(self, coefficient: float) -> None:
         """Begin the last backward before a step, during which shards may be stepped with gradients x `coefficient`."""
         if self._early is not None:
-            self.refuse_early("another backward")
-            self.wait_until_states_copied()
+            if not self._speculates:  # `step` waits before second states become the first ones
+                self.wait_until_states_copied()
             groups = self._groups_now()
+            values = StepValues(self.num_steps + 1, coefficient, groups, begins=self._groups_that_begin(groups))
             if not (any(self._written.check(groups)) and self._lacks_states(groups)):
-                # A backward that was aborted has recorded the states that its step would have created.
-                before = self._early.values.begins if self._early.values is not None else frozenset()
-                begins = before | self._begin_states(groups)
-                self._early.begin(StepValues(self.num_steps + 1, coefficient, groups, begins=begins))
+                self._early.begin(values)
 
     def abort_backward(self) -> None:
         """Give up after a backward that raised, if shards were stepped in it."""
         if self._early is not None:
             self._early.stop()
-            if self._early.has_begun:
+            if self._early.has_changed_masters:
                 self.interrupted = "An error in a backward (with onefold.step_in_backward)"
+            else:
+                self._early.give_up("aborting a backward")
 
-    def refuse_early(self, what: str) -> None:
-        """Raise if shards were stepped in the last backward, and `step` was not called yet."""
+    def give_up_early(self, what: str = ACCESS) -> None:
+        """Discard what was stepped in the last backward before `what`, or raise that `what` is not possible."""
         if self._early is not None:
-            self._early.refuse(what)
+            self._early.give_up(what)
 
     def can_be_decided_later(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step may be queued before the host knows whether it is applied.
@@ -196,11 +196,11 @@ class ShardedStep:
             self._host.collect()
             written = ShardStore.written(self.stores)
             if self._early is not None:
-                self._early.refuse_writes(written)
+                self._early.before_writes(written)
             for store in written:
                 store.take_over_writes()
-        begun = self._early.values if self._early is not None else None
-        begins = begun.begins if begun is not None else self._begin_states(groups)
+        begins, self._begun_before = self._groups_that_begin(groups), self._begun
+        self._set_begun(self._begun | begins)
         step = StepValues(self.num_steps + 1, coefficient, groups, skip, begins)
         if self._early is not None:
             self._early.end(step)
@@ -272,6 +272,7 @@ class ShardedStep:
                 "formats are chosen at initialize. Use it from the start (SGD: momentum above 0), or use fp32 states."
             )
         self.wait_for_host()
+        self.give_up_early("adding states")
         self.wait_until_states_copied()
         for tier in Tier:
             in_tier = [(param, name) for param, name in added if param.store.state_tier is tier]
@@ -288,8 +289,6 @@ class ShardedStep:
 
     def _make_saved_late_states(self, names: Mapping[str, Collection[str]]) -> None:
         """Allocate the late states of a checkpoint, whose state names are given by parameter."""
-        if self._early is not None:
-            self._early.values = None
         saved: list[set[str]] = [set() for _ in self._rules]
         for member in (member for store in self.stores for member in store.spec.layout.members):
             saved[member.group] |= {*names.get(member.name, ())} & {*self._rules[member.group].late_states}
@@ -301,14 +300,12 @@ class ShardedStep:
         self._make_late_states(shared)
         self._set_begun(frozenset(index for index, names_of_group in enumerate(saved) if names_of_group))
 
-    def _begin_states(self, groups: Sequence[Hyper]) -> frozenset[int]:
-        """Return the groups whose late states are created by this step, and record them."""
+    def _groups_that_begin(self, groups: Sequence[Hyper]) -> frozenset[int]:
+        """Return the groups whose late states are created by the next step."""
         found = []
         for index, (rule, group) in enumerate(zip(self._rules, groups, strict=False)):
             if index not in self._begun and not isinstance(rule, MatrixRule) and rule.late_states:
                 found += [index] if set(rule.late_states) & set(rule.state_names([group])) else []
-        self._begun_before = self._begun
-        self._set_begun(self._begun | frozenset(found))
         return frozenset(found)
 
     def _set_begun(self, groups: frozenset[int]) -> None:
@@ -392,10 +389,18 @@ class ShardedStep:
         if self._host is not None and self._host.has_delayed_step:
             self._host.refuse_writes_to_delayed()
             return
-        for store in self.stores if stores is None else stores:
+        chosen = self.stores if stores is None else stores
+        if self._early is not None:
+            self._early.before_writes(ShardStore.written(chosen))
+        for store in chosen:
             store.take_over_writes()
 
     # -- the offloaded step -------------------------------------------------------------------------------------
+
+    def expose(self, store: ShardStore) -> None:
+        """Prepare for user code that holds the tensors of a master or of states, and may write to them at any time."""
+        self.give_up_early()
+        store.is_exposed = True
 
     def flush(self) -> None:
         """Start using the parameters that a delayed step has computed. All ranks call this together."""
@@ -406,12 +411,14 @@ class ShardedStep:
 
     def wait_for_host(self) -> None:
         """Wait until the offloaded step is complete. Any thread may call this."""
-        self.refuse_early("access to master weights, optimizer states or gradients")
+        if self._early is not None:
+            self._early.before_access()
         if self._host is not None:
             self._host.wait()
 
     def about_to_write(self) -> None:
         """Wait for all readers of the master weights and sync them, before they are written outside a step."""
+        self.give_up_early()
         self.wait_until_states_copied()
         self._schedule.context.forget_cached()
         self.sync_masters()
@@ -421,6 +428,7 @@ class ShardedStep:
     @torch.no_grad()
     def pull_masters(self, units: Sequence[Unit]) -> None:
         """Copy the model weights of these units into their masters, after they were written outside a step."""
+        self.give_up_early()
         self.wait_for_host()
         for param in (param for unit in units for param in unit.trained_params):
             param.store.sync_master_from_model_weight()
@@ -465,15 +473,14 @@ class ShardedStep:
         of_states = self.states.remember_states()
         of_matrices = self.matrices.remember_kept() if self.matrices is not None else lambda: None
         begun, params = self._begun, self._schedule.trained_params()
-        before = [(param, param.store.spec, dict(param.store.states)) for param in params]
+        before = [(param.store, param.store.spec, dict(param.store.states), param.store.second) for param in params]
 
         def undo() -> None:
             of_states()
             of_matrices()
             self._set_begun(begun)
-            for param, spec, states in before:
-                param.store.spec = spec
-                param.store.states = states
+            for store, spec, states, second in before:
+                store.spec, store.states, store.second = spec, states, second
 
         return undo
 

@@ -35,6 +35,8 @@ PARAMETER, SECONDARY, MASTER = "parameter", "secondary shard", "master"
 FLAT_GRADIENT, REDUCED_GRADIENT, FEEDBACK = "flat gradient", "reduced gradient", "error feedback"
 # Copies of offloaded buffers on the device (`plan/device_cache.py`).
 CACHED_GRADIENT, CACHED_PARAMETER = "cached gradient", "cached parameter"
+# The prefix of masters and states that a speculative step writes (`plan/speculation.py`).
+SECOND = "second "
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class BufferSpec:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether an optimizer step reads and writes this buffer: it is a master or a state."""
-        return self.name == MASTER or self.kind is BufferKind.STATE
+        """Whether an optimizer step reads and writes this buffer: it is a master or a state, and not a second one."""
+        return (self.name == MASTER or self.kind is BufferKind.STATE) and not self.name.startswith(SECOND)
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,19 @@ class FlatParamSpec:
     """The gradient of an offloaded step is accumulated on the device ([Note: the device cache])."""
     caches_parameter: bool = False
     """The device has a copy of the offloaded parameter shard, until a step changes it."""
+    has_second_state: bool = False
+    """There is a second master and a second tensor of each state ([Note: speculative steps])."""
 
     @property
     def states(self) -> tuple[str, ...]:
         return self.state_spec.names
+
+    @property
+    def on_device(self) -> FlatParamSpec:
+        """The same flat parameter without offload, and without the copies that offload makes."""
+        return replace(
+            self, residency=Residency(), caches_gradient=False, caches_parameter=False, has_second_state=False
+        )
 
     @property
     def master_is_shard(self) -> bool:
@@ -208,6 +219,8 @@ class FlatParamSpec:
                 is_weight = name == MASTER and place == 0 and part.dtype == parameter.dtype
                 alias = PARAMETER if is_weight and (self.master_is_shard or self.weight_is_part_of_master) else None
                 yield BufferSpec(name, kind, self.residency.states, part.numel(numel), part.dtype, alias)
+                if self.has_second_state:
+                    yield BufferSpec(SECOND + name, kind, self.residency.states, part.numel(numel), part.dtype)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -225,6 +238,25 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
     if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE or plan.shards_on_one_rank:
         return False
     return not (spec.master_is_shard and master_dtype(spec.dtype) != spec.dtype)
+
+
+def adopts_gradient(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Return whether a gradient of autograd can be the flat gradient on a CPU, because it has the same layout."""
+    layout = spec.layout
+    return not plan.keeps_unsharded_gradient and len(layout.members) == 1 and layout.numel == layout.total
+
+
+def receives_in_target(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Return whether one of two CPU ranks receives the slice of the other in the reduced gradient, without a buffer."""
+    if spec.layout.num_shards != 2 or reduces_in_place(plan, spec, plan.num_micro_steps):
+        return False
+    reduced = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
+    if spec.residency.offloads_states:  # the host adds micro-steps
+        reduced = master_dtype(reduced)
+    elif plan.accumulates:
+        return False
+    wire = plan.precision.of_wire(spec.dtype)
+    return reduced == wire or reduced.itemsize > wire.itemsize
 
 
 def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> bool:

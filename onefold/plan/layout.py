@@ -76,6 +76,16 @@ class Layout:
         ends, starts = [0, *(member.stop for member in self.members)], [*(m.start for m in self.members), self.total]
         return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
 
+    @cached_property
+    def strided(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """The shape, the strides and the start of each member."""
+        shapes = [member.shape for member in self.members]
+        strides = [
+            tuple(math.prod(max(size, 1) for size in shape[axis:]) for axis in range(1, len(shape) + 1))
+            for shape in shapes
+        ]
+        return tuple(zip(shapes, strides, (member.start for member in self.members), strict=True))
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_size, (rank + 1) * self.shard_size
 

@@ -7,7 +7,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from onefold.plan.buffers import FLAT_GRADIENT, BufferKind, FlatParamSpec, stays_unsharded
+from onefold.plan.buffers import (
+    FLAT_GRADIENT,
+    BufferKind,
+    FlatParamSpec,
+    adopts_gradient,
+    receives_in_target,
+    stays_unsharded,
+)
 from onefold.plan.plan import Plan, Tier
 from onefold.plan.program import REDUCTIONS_IN_FLIGHT
 
@@ -77,8 +84,10 @@ def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
     """Compute the bytes that pools retain on a CPU rank from step to step, in addition to model state.
 
     Pools grow to the largest number of buffers in use at once: the unsharded gradients of the batch that backward
-    computes and of the reductions in flight, and the data that those reductions receive. `reductions` and `refreshes`
-    are batches of trained flat parameters, in the order of their reductions and of the all-gathers after a step.
+    computes and of the reductions in flight, and the data that those reductions receive. Gradients that are reduced
+    where autograd created them, and data that is received in the reduced gradient, are not in a pool.
+    `reductions` and `refreshes` are batches of trained flat parameters, in the order of their reductions and of the
+    all-gathers after a step.
     """
     most: Counter[Hashable] = Counter()
     in_flight: deque[Sequence[FlatParamSpec]] = deque()
@@ -113,7 +122,7 @@ def _sum_by_key(found: PoolBuffers) -> Counter[Hashable]:
 
 def _slots(spec: FlatParamSpec, plan: Plan) -> PoolBuffers:
     for buffer in spec.buffers(plan):
-        if buffer.kind is BufferKind.SLOT:
+        if buffer.kind is BufferKind.SLOT and not adopts_gradient(plan, spec):
             yield (buffer.numel, buffer.dtype, spec.layout.shape_key), buffer.num_bytes
 
 
@@ -121,7 +130,8 @@ def _inboxes(spec: FlatParamSpec, plan: Plan) -> PoolBuffers:
     layout, wire = spec.layout, plan.precision.of_wire(spec.dtype)
     if layout.num_shards > 1:
         received = layout.shard_size * (layout.num_shards - 1)
-        yield ("received", received, wire), received * wire.itemsize
+        if not receives_in_target(plan, spec):
+            yield ("received", received, wire), received * wire.itemsize
         if any(buffer.name == FLAT_GRADIENT and buffer.dtype != wire for buffer in spec.buffers(plan)):
             yield ("cast", layout.total, wire), layout.total * wire.itemsize
 

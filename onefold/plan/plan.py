@@ -232,6 +232,8 @@ class Plan:
     """The host's step overlaps the next forward and backward, which compute with weights that are one step old."""
     steps_in_backward: bool = False
     """Offloaded shards are stepped as soon as their gradients are reduced ([Note: the step under the backward])."""
+    speculates: bool = False
+    """The step under the backward is discarded if gradients are clipped or not finite ([Note: speculative steps])."""
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
     limits: Limits = field(default_factory=Limits)
@@ -351,7 +353,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
         honours_writes=own.honour_writes,
         offloaded_step=own.offloaded_step,
         delays_host=own.delayed_host_step and optimizer_tier is not Tier.DEVICE,
-        steps_in_backward=_steps_in_backward(config, _scaling(config, world_size)),
+        steps_in_backward=_steps_in_backward(config),
+        speculates=_steps_in_backward(config) and _depends_on_all_gradients(_scaling(config, world_size)),
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=max(1, zero.allgather_bucket_size),
         limits=Limits(
@@ -451,22 +454,21 @@ def _scaling(config: Config, world_size: int) -> Scaling:
     )
 
 
-def _steps_in_backward(config: Config, scaling: Scaling) -> bool:
-    """Return whether offloaded shards are stepped under the backward. Raise if a key makes that impossible."""
+def _steps_in_backward(config: Config) -> bool:
+    """Return whether offloaded shards are stepped under the backward. Raise if another key makes that impossible."""
     if not config.onefold.step_in_backward:
         return False
-    conflicts = {
-        f"gradient_clipping {scaling.clipping}": scaling.clipping > 0,
-        f'onefold.nonfinite_gradients "{scaling.nonfinite}"': scaling.nonfinite != "ignore",
-        "onefold.delayed_host_step": config.onefold.delayed_host_step,
-    }
-    for name, is_set in conflicts.items():
-        if is_set:
-            raise ConfigError(
-                f"onefold.step_in_backward is not possible with {name}, because shards are stepped before all "
-                "gradients are known. Change one of the two"
-            )
+    if config.onefold.delayed_host_step:
+        raise ConfigError(
+            "onefold.step_in_backward is not possible with onefold.delayed_host_step, which steps during the next "
+            "forward and backward. Change one of the two"
+        )
     return config.zero_optimization.offload_optimizer.device != "none"
+
+
+def _depends_on_all_gradients(scaling: Scaling) -> bool:
+    """Return whether a step may be clipped or skipped, which is known only after the last gradient."""
+    return scaling.clipping > 0 or scaling.nonfinite != "ignore"
 
 
 def _nonfinite(config: Config, *, scales_loss: bool) -> Literal["raise", "skip", "ignore"]:

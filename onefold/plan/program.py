@@ -168,12 +168,14 @@ def coalesce(units: Iterable[int], sizes: Sequence[int], bucket: int) -> list[li
     Small neighbours share a batch. The last two batches are merged, because little computation is left to overlap them.
     """
     batches: list[list[int]] = []
+    size = 0
     for unit in units:
-        size = sum(sizes[other] for other in batches[-1]) if batches else 0
         if batches and size < SMALL_MESSAGE and size + sizes[unit] <= bucket:
             batches[-1].append(unit)
+            size += sizes[unit]
         else:
             batches.append([unit])
+            size = sizes[unit]
     tail = batches[-2:] if batches and sum(sizes[unit] for unit in batches[-1]) >= SMALL_MESSAGE else batches[-3:]
     if len(batches) > 2 and sum(sizes[unit] for batch in tail for unit in batch) <= bucket:
         batches[-len(tail) :] = [[unit for batch in tail for unit in batch]]

@@ -51,6 +51,21 @@ def is_streamed(plan: Plan, spec: FlatParamSpec) -> bool:
     return spec.given_to_device and (plan.offload.is_pinned or plan.offloaded_step == "both")
 
 
+def can_be_stepped_early(spec: FlatParamSpec) -> bool:
+    """Return whether a step under the backward can update a flat parameter.
+
+    Its master must be in host memory, and another tensor than the model weight, with which the backward computes.
+    """
+    if not spec.trainable or spec.residency.states is not Tier.HOST or spec.state_spec.as_matrices:
+        return False
+    return not spec.master_is_shard and not spec.weight_is_part_of_master
+
+
+def is_stepped_early(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Return whether a flat parameter is stepped under the backward ([Note: speculative steps])."""
+    return plan.steps_in_backward and can_be_stepped_early(spec) and (spec.has_second_state or not plan.speculates)
+
+
 @dataclass(frozen=True)
 class OffloadTraffic:
     """Bytes that one rank copies between tiers in one step.
@@ -154,7 +169,7 @@ def _copies(
         return
     # The new weights are copied to the parameter. A step under the backward leaves them in host memory until `step` is
     # called.
-    waits = plan.steps_in_backward and states is Tier.HOST and not is_on_device
+    waits = is_stepped_early(plan, spec) and not is_on_device
     publisher = Tier.HOST if waits else processor
     if parameter.tier is Tier.DEVICE:
         yield publisher, Tier.DEVICE, weight.num_bytes

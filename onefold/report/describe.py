@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from onefold.config import Batch
 from onefold.log import format_bytes
 from onefold.optim.step import ShardedStep
 from onefold.plan import (
     BufferBytes,
+    FlatParamSpec,
     ModelBytes,
     OffloadTraffic,
     Plan,
-    Residency,
     StatePlan,
     Tier,
     Wire,
@@ -23,7 +22,8 @@ from onefold.plan import (
 )
 from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
 from onefold.plan.device_cache import cached_bytes
-from onefold.plan.traffic import is_streamed
+from onefold.plan.speculation import second_bytes
+from onefold.plan.traffic import is_stepped_early, is_streamed
 from onefold.runtime import Schedule, Unit
 from onefold.runtime.batch_chunks import ROWS_OF_CHUNK
 
@@ -32,7 +32,7 @@ def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: b
     """Compute the planned bytes of model state in one tier. With `on_device`, as if nothing were offloaded."""
     specs = [param.spec for unit in units for param in unit.params]
     if on_device:
-        specs = [replace(s, residency=Residency(), caches_gradient=False, caches_parameter=False) for s in specs]
+        specs = [s.on_device for s in specs]
     return count_bytes(specs, plan, tier)
 
 
@@ -106,7 +106,8 @@ def describe(
     in_use = f"largest unit in use {format_bytes(buffers.unit_in_use)}"
     pools = f"pools {format_bytes(buffers.pools)}, " if buffers.pools else ""
     matrices = f", whole matrices {format_bytes(buffers.matrices)}" if buffers.matrices else ""
-    lines.append(f"other buffers     {pools}{in_use}{matrices}; activations come on top")
+    process = " and the process itself" if buffers.pools else ""  # on a CPU, Python and libraries share its memory
+    lines.append(f"other buffers     {pools}{in_use}{matrices}; activations{process} come on top")
     if offloaded := [param for unit in units for param in unit.trained_params if param.store.is_offloaded]:
         on_gpu = [param for param in offloaded if param.store.device.type == "cuda"]
         by_gpu = sum(param.layout.numel for param in on_gpu if is_streamed(plan, param.spec))
@@ -117,6 +118,8 @@ def describe(
     gradients, parameters = (cached_bytes(specs, plan, [name]) for name in (CACHED_GRADIENT, CACHED_PARAMETER))
     if gradients or parameters:
         lines.append(f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)}")
+    if plan.steps_in_backward:
+        lines.append("step in backward  " + _describe_early_step(specs, plan))
     if plan.batch_chunks != 0:
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
         chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
@@ -133,6 +136,17 @@ def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:
     """Format the sizes that are not zero, and the total."""
     found = {name: getattr(sizes, name) for name in names}
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items() if size or name == "total")
+
+
+def _describe_early_step(specs: Sequence[FlatParamSpec], plan: Plan) -> str:
+    offloaded = sum(spec.layout.numel for spec in specs if spec.trainable and spec.residency.offloads_states)
+    early = sum(spec.layout.numel for spec in specs if is_stepped_early(plan, spec))
+    stepped = f"{early:,} of {offloaded:,} offloaded parameters"
+    if not plan.speculates:
+        return stepped
+    return (
+        f"{stepped}, speculatively; second masters and states {format_bytes(second_bytes(specs, plan))} in host memory"
+    )
 
 
 def describe_placement(plan: Plan, persistent: int = 0, num_parameters: int = 0) -> list[str]:

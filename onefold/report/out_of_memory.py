@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from onefold.log import format_bytes
-from onefold.plan import FlatParamSpec, ModelBytes, Plan, Residency, Tier, assign_tiers, count_bytes, count_unit_in_use
+from onefold.plan import FlatParamSpec, ModelBytes, Plan, Tier, assign_tiers, count_bytes, count_unit_in_use
 from onefold.plan.device_cache import cached_bytes
 
 # Remedies that free a smaller fraction of the device are not reported.
@@ -163,7 +163,7 @@ def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
         state_spec = replace(state_spec, formats=(), master=None).held_as(
             plan.formats, largest.name, spec.dtype, largest.stop - largest.start
         )
-    return replace(spec, residency=Residency(), state_spec=state_spec, caches_gradient=False, caches_parameter=False)
+    return replace(spec.on_device, state_spec=state_spec)
 
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:

@@ -16,7 +16,7 @@ rank finds in a training step are raised by all ranks when the first backward en
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def _refuse_mixing(path: str, block: nn.Module) -> None:
 
 
 def num_chunks_for(batch: int, num_rows: int) -> int:
-    """Return the number of chunks of `auto`: the smallest chunks with at least `ROWS_OF_CHUNK` rows."""
+    """Return the number of chunks of `auto`: chunks with about `ROWS_OF_CHUNK` rows."""
     per_sample = max(1, num_rows // max(1, batch))
     return -(-batch // -(-ROWS_OF_CHUNK // per_sample))
 
@@ -168,10 +168,11 @@ class ChunkedForward:
         num_chunks = self._num_chunks or num_chunks_for(call.batch, call.num_rows)
         compares = not self._is_compared[is_training] and min(num_chunks, call.batch) > 1 and not inputs[0].is_meta
         before = RandomState(inputs) if compares else None
+        versions = {name: buffer._version for name, buffer in self._module.named_buffers()} if compares else {}
         output = call.run(num_chunks, inputs, self._parameters, None if self._is_inspected else self._inspect)
         if before is not None:
             self._is_compared[is_training] = True
-            problem = self._compare(call, inputs, output, before)
+            problem = self._find_written_buffer(versions) or self._compare(call, inputs, output, before)
             if problem and not torch.is_grad_enabled():
                 raise RuntimeError(f"onefold.batch_chunks: {problem}")
             if problem:
@@ -182,20 +183,23 @@ class ChunkedForward:
 
     @torch.no_grad()
     def _compare(self, call: ChunkedCall, inputs: Sequence[Tensor], output: Any, before: RandomState) -> str | None:
-        """Compare the first chunk with its part of the whole output. Return a problem."""
-        after, size = RandomState(inputs), call.sizes[0]
+        """Compare the last chunk with its part of the whole output. Return a problem.
+
+        The first chunk would not show a block that depends on the position of a sample in the batch.
+        """
+        after, size = RandomState(inputs), call.sizes[-1]
         flags = [(inner, inner.training) for inner in self._module.modules()]
-        found = _first_samples(output, call.batch, size)
+        found = _last_samples(output, call.batch, size)
         try:
             before.restore()
-            expected = self._first_of_whole(call, inputs)
+            expected = self._last_of_whole(call, inputs)
             if RandomState(inputs) != before:
                 # The dropout masks of a chunk differ from those of the whole batch, so compare without dropout.
                 for inner, _ in flags:
                     inner.training = False
                 before.restore()
-                expected = self._first_of_whole(call, inputs)
-                found = _first_samples(call.call(inputs, 0, size), size, size)
+                expected = self._last_of_whole(call, inputs)
+                found = _last_samples(call.call(inputs, call.batch - size, size), size, size)
                 if RandomState(inputs) != before:
                     logger.warning(
                         "onefold.batch_chunks: %s draws random numbers in evaluation mode too, so its chunks cannot be "
@@ -212,22 +216,32 @@ class ChunkedForward:
             difference = _difference(chunk, whole)
             if not difference <= allowed:
                 return (
-                    f"{self._name} mixes the samples of a batch: output {place} of its first {size} samples differs "
+                    f"{self._name} mixes the samples of a batch: output {place} of its last {size} samples differs "
                     f"from that in the whole batch by {difference:.2g} (relative), but rounding explains "
                     f"{allowed:.2g}. Compute each sample independently, or leave out batch_chunks."
                 )
         return None
 
-    def _first_of_whole(self, call: ChunkedCall, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the whole batch, and return the outputs of the samples in the first chunk."""
-        size = call.sizes[0]
+    def _find_written_buffer(self, versions: Mapping[str, int]) -> str | None:
+        """Return a problem if the forward has written to a buffer since its version was read."""
+        for name, buffer in self._module.named_buffers():
+            if buffer._version != versions.get(name):
+                return (
+                    f"{self._name} writes to its buffer {name} in forward, which would happen once per chunk and again "
+                    "in backward. Write to it outside of the block, or leave out batch_chunks."
+                )
+        return None
+
+    def _last_of_whole(self, call: ChunkedCall, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the whole batch, and return the outputs of the samples in the last chunk."""
+        size = call.sizes[-1]
         try:
-            return _first_samples(call.call(inputs, 0, call.batch), call.batch, size)
+            return _last_samples(call.call(inputs, 0, call.batch), call.batch, size)
         except torch.OutOfMemoryError:
             pass  # The error's traceback holds the activations, so it ends before the next attempt.
-        pair = sum(call.sizes[:2])
+        pair = sum(call.sizes[-2:])
         logger.info("%s: the whole batch does not fit, so its chunks are compared with two of them", self._name)
-        return _first_samples(call.call(inputs, 0, pair), pair, size)
+        return _last_samples(call.call(inputs, call.batch - pair, pair), pair, size)
 
     def _inspect(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Report tensors outside the arguments and parameters of the block that would lose their gradient."""
@@ -251,10 +265,10 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _first_samples(outputs: Any, batch: int, size: int) -> list[Tensor]:
-    """Return the part of the first `size` samples of each tensor in the outputs for `batch` samples."""
+def _last_samples(outputs: Any, batch: int, size: int) -> list[Tensor]:
+    """Return the part of the last `size` samples of each tensor in the outputs for `batch` samples."""
     tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
-    return [tensor[: tensor.shape[0] * size // batch] if tensor.dim() else tensor for tensor in tensors]
+    return [tensor[tensor.shape[0] * (batch - size) // batch :] if tensor.dim() else tensor for tensor in tensors]
 
 
 def _rounding(tensors: Sequence[Tensor]) -> float:

@@ -8,6 +8,12 @@ router) are outputs too. The backward of a call ends when the node that produced
 that node also begins another unit's backward, the end is handled first. The hooks are on nodes, and tensors are not
 passed through a function of ours, so that a module may write to its inputs in place. A backward that is itself recorded
 (`create_graph`) creates nodes without hooks: the units that it uses stay unsharded until the pass ends.
+
+[Note: hooks in compiled regions]
+Before a module uses parameters that stay unsharded, its hook only waits for the all-gather of their last update. If the
+user compiles more than one unit in a region, such a hook would break the graph at each unit. So it is left out of the
+graph. Instead, every engine waits for all updates before each forward of its model, from the moment when the first
+region with such a hook is traced. Hooks that unshard parameters break the graph, as they do under FSDP2.
 """
 
 from __future__ import annotations
@@ -15,14 +21,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from itertools import chain, islice
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from onefold.runtime.torch_internals import may_hold_tensors, outside_compiler, tensors_in
+from onefold.runtime.torch_internals import constant_in_graphs, may_hold_tensors, outside_compiler, tensors_in
 
 
 class ModuleHook:
@@ -44,6 +53,33 @@ class ModuleHook:
         return _absent_hook, ()
 
 
+class CompiledRegionListener(Protocol):
+    """The hooks of one engine, as far as compiled regions use them."""
+
+    def enter_compiled_region(self) -> None: ...
+
+
+listeners_to_compiled_regions: weakref.WeakSet[CompiledRegionListener] = weakref.WeakSet()
+
+
+@constant_in_graphs
+def note_compiled_region() -> bool:
+    """Have all engines wait for their updates, now and before each forward. Called while a region is traced."""
+    for listener in list(listeners_to_compiled_regions):
+        listener.enter_compiled_region()
+    return True
+
+
+class UpdateHook(ModuleHook):
+    """Module hook that waits for updates before parameters are used ([Note: hooks in compiled regions])."""
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            note_compiled_region()
+            return
+        super().__call__(module, *args)
+
+
 def _nothing(*_: Any) -> None:
     """Do nothing: the hook of a model that was pickled while an engine managed it."""
 
@@ -52,13 +88,13 @@ def _absent_hook() -> Callable[..., None]:
     return _nothing
 
 
-def while_alive(act: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """Return a hook that calls `act` with what was given, unless one of the weak references in it is dead."""
+def while_alive(act: Callable[..., None], reference: weakref.ref[Any], *given: Any) -> Callable[..., None]:
+    """Return a hook that calls `act` with the target of a weak reference and what was given, while the target lives."""
 
     def hook(*_: Any) -> None:
-        found = [each() if isinstance(each, weakref.ref) else each for each in given]
-        if all(each is not None for each in found):
-            act(*found)
+        target = reference()
+        if target is not None:
+            act(target, *given)
 
     return hook
 
@@ -128,12 +164,47 @@ def _after_graph_task(then: Callable[..., None], handle: list[RemovableHandle], 
     torch.autograd.Variable._execution_engine.queue_callback(then)  # type: ignore[attr-defined]
 
 
-_OF_EVERY_MODULE = {*nn.Module().__dict__, "_onefold_external"}
+_OF_PLAIN_MODULE = {*nn.Module().__dict__}
+_OF_EVERY_MODULE = {*_OF_PLAIN_MODULE, "_onefold_external"}
 
 
-def output_nodes(module: nn.Module, output: Any) -> list[Any]:
-    """Return the nodes before which the backward of a call begins: of its output, and of tensors stored on modules."""
-    return list(producers([output, [value for _, value in stored_tensors(module)]]))
+class StoredTensors:
+    """The search for tensors that calls store on a module and on those inside it, after every call.
+
+    [Note: the search for stored tensors]
+    Any call may store a tensor under any attribute, so every call searches all of them. What can be skipped is found
+    once: the attributes that every module has, which its constructor sets first. The list of modules is compared with
+    the tables of children in every call, and made again if it differs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._list_modules()
+
+    def _list_modules(self) -> None:
+        modules = list(self._module.modules())
+        self._tables = [module._modules for module in modules]
+        self._children = [child for table in self._tables for child in table.values()]
+        self._attributes: list[tuple[dict[str, Any], int]] = []
+        for module in modules:
+            attributes = module.__dict__
+            first = set(islice(attributes, len(_OF_PLAIN_MODULE)))
+            self._attributes.append((attributes, len(first) if first == _OF_PLAIN_MODULE else 0))
+
+    def find(self) -> list[Any]:
+        """Return the values of attributes that may hold tensors."""
+        children = [*chain.from_iterable(map(dict.values, self._tables))]
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._list_modules()
+        return [
+            value
+            for attributes, first in self._attributes
+            for name, value in islice(attributes.items(), first, None)
+            if type(value) not in _WITHOUT_TENSORS and name not in _OF_EVERY_MODULE and may_hold_tensors(value)
+        ]
+
+
+_WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, MethodType, FunctionType))
 
 
 def stored_tensors(module: nn.Module) -> list[tuple[str, Any]]:

@@ -105,6 +105,8 @@ class ChunkedCall:
 
         `parameters` are the tensors that the function uses in addition to its arguments.
         """
+        if not self.batch:
+            return self.call(inputs, 0, 0)
         self.sizes = cut_sizes(self.batch, num_chunks)
         self._autocast = _Autocast(inputs)
         if not torch.is_grad_enabled():

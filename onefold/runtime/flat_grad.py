@@ -2,26 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from onefold.comm import ErrorFeedback, Reduction
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
-from onefold.plan.buffers import reduces_in_place
+from onefold.plan.buffers import adopts_gradient, reduces_in_place
+from onefold.plan.layout import Layout
 from onefold.pool import Pool
-from onefold.runtime.parameter_proxy import GradientPlaceholder, raw_grad, set_raw_grad
+from onefold.runtime.parameter_proxy import GradientPlaceholder, raw_grad, set_raw_grad, take_raw_grad
+from onefold.runtime.torch_internals import is_unshared
+
+# Gradients wait for a common copy into their slots as long as they have fewer bytes together. On a GPU, launching a
+# copy takes about as long as copying 8 MiB.
+MAX_WAITING_BYTES = 8 << 20
+# References to the memory of a gradient that nothing else uses: of the gradient, and of the object that counts them.
+_OWN_REFERENCES = 2
+
+
+class GradientBatch:
+    """Gradients of all units that autograd has produced and that are not in their slots yet.
+
+    [Note: gradients that wait]
+    Small gradients are copied into their slots together, because on a GPU launching a copy takes longer than the copy.
+    They wait until a slot is read, until they have `MAX_WAITING_BYTES` together, or until the backward ends. A
+    gradient does not wait if its memory is used elsewhere, because later nodes of the backward and hooks of the user
+    may write to it. Each parameter has at most one gradient in a batch, so that gradients are added in the order in
+    which autograd has produced them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[FlatGrad, dict[int, torch.Tensor]] = {}
+        self._num_bytes = 0
+        # The number of the GPU, and the CUDA stream on which they were produced; -1 and 0 on other devices.
+        self._gpu, self._stream = -1, 0
+
+    def add(self, grad: FlatGrad, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to its place in the slot, now or in `copy`."""
+        gpu, waiting = gradient.get_device(), self._waiting.get(grad)
+        if gpu >= 0 and (gpu, _current_stream(gpu)) != (self._gpu, self._stream):
+            self.copy()
+            self._gpu, self._stream, waiting = gpu, _current_stream(gpu), None
+        elif waiting is not None and index in waiting:
+            self.copy()
+            waiting = None
+        if waiting is None:
+            waiting = self._waiting[grad] = {}
+        waiting[index] = gradient
+        memory = gradient.untyped_storage()
+        self._num_bytes += memory.nbytes()
+        is_shared = torch._C._storage_Use_Count(memory._cdata) > _OWN_REFERENCES  # type: ignore[attr-defined]
+        if is_shared or self._num_bytes > MAX_WAITING_BYTES:
+            self.copy()
+
+    def copy(self) -> None:
+        """Copy the gradients that wait into their slots, or add them to what the slots have."""
+        if not self._waiting:
+            return
+        if self._gpu < 0 or _current_stream(self._gpu) == self._stream:
+            self._copy()
+            return
+        stream = torch.cuda.ExternalStream(self._stream, self._gpu)
+        with torch.cuda.stream(stream):  # on which their memory may be reused as soon as they are freed
+            self._copy()
+        torch.cuda.current_stream(self._gpu).wait_stream(stream)
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
+        groups: dict[tuple[bool, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for grad, gradients in waiting.items():
+            for index, is_filled, view in grad.fill(gradients):
+                targets, sources = groups.setdefault((is_filled, view.dtype), ([], []))
+                targets.append(view)
+                sources.append(gradients[index])
+        for (adds, _), (targets, sources) in groups.items():
+            (torch._foreach_add_ if adds else torch._foreach_copy_)(targets, sources)
+
+    def discard(self, grad: FlatGrad) -> None:
+        """Discard the gradients of a flat parameter that wait."""
+        self._waiting.pop(grad, None)
+
+
+def _current_stream(gpu: int) -> int:
+    """Return the handle of the current CUDA stream."""
+    return int(torch._C._cuda_getCurrentRawStream(gpu))
+
+
+def views_of_members(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return the view of each member of a flat tensor."""
+    offset = flat.storage_offset()
+    return [flat.as_strided(shape, strides, offset + start) for shape, strides, start in layout.strided]
 
 
 class FlatGrad:
     """The gradient of one flat parameter.
 
     [Note: where a gradient is]
-    Autograd produces each gradient as a new tensor. `accumulate_into_slot` copies it into the flat gradient and clears
-    `p.grad`, so that user code that changes `p.grad` (zero_grad, create_graph) cannot detach it. The flat gradient is a
-    `slot`: a buffer of the pool that is taken at the first gradient. If the plan keeps unsharded gradients, the slot
-    accumulates micro-steps until the boundary; otherwise every micro-step ends with a reduction. The reduction leaves
-    this rank's part of the sum over ranks and micro-steps in `shard.value`. The step divides it.
+    Autograd produces each gradient as a new tensor. `accumulate_into_slot` takes it from `p.grad`, so that user code
+    that changes `p.grad` (zero_grad, create_graph) cannot detach it, and copies it into the flat gradient, together
+    with others ([Note: gradients that wait]). The flat gradient is a `slot`: a buffer of the pool that is taken at the
+    first gradient, or on a CPU the gradient of autograd itself if it has the same layout and nothing else refers to it.
+    If the plan keeps unsharded gradients, the slot accumulates micro-steps until the boundary; otherwise every
+    micro-step ends with a reduction. The reduction leaves this rank's part of the sum over ranks and micro-steps in
+    `shard.value`. The step divides it.
     """
 
     def __init__(
@@ -42,8 +129,12 @@ class FlatGrad:
         self.drops_of_sums: set[int] = set()
         self._spec, self._parameters, self._plan, self._device = spec, parameters, plan, store.device
         self._own_range = own_range
+        self._adopts = store.device.type == "cpu" and adopts_gradient(plan, spec)
         self._accumulates = plan.accumulates
+        # Whether the slot has a gradient of each parameter.
         self._filled = bytearray(len(parameters))
+        # Gradients that are not in slots yet. The flat gradients of an engine share it.
+        self.batch = GradientBatch()
         self.shard = store.make_grad(self._reduced_dtype, in_place=self._in_place)
 
     @property
@@ -72,13 +163,20 @@ class FlatGrad:
         if self.shard.value is not None:
             self.begin_accumulation(pool)
         self.dropped.clear()
-        self.slot = pool.take(self.layout.total, self._slot_dtype, self.layout.shape_key)
         self._filled = bytearray(len(self._filled))
+        if not self._adopts:  # otherwise the first gradient may be the slot
+            self._require_slot(pool)
+
+    def _require_slot(self, pool: Pool) -> torch.Tensor:
+        if self.slot is None:
+            self.slot = pool.take(self.layout.total, self._slot_dtype, self.layout.shape_key)
+        return self.slot
 
     def begin_accumulation(self, pool: Pool) -> None:
         """Widen buffers that were meant for one micro-step to the dtype in which micro-steps are accumulated."""
         if self._accumulates:
             return
+        self.batch.copy()
         self._accumulates = True
         key = self.layout.shape_key
         if self.slot is not None and self.slot.dtype != self._slot_dtype:
@@ -87,28 +185,42 @@ class FlatGrad:
             self.slot = wide
         self.shard.widen(self._reduced_dtype, pool, key, in_place=self._in_place)
 
-    def accumulate_into_slot(self, index: int) -> None:
-        """Add the gradient that autograd has just produced to the slot, and clear it on the Parameter."""
-        parameter, member = self._parameters[index], self.layout.members[index]
-        gradient = raw_grad(parameter)
+    def accumulate_into_slot(self, index: int, pool: Pool) -> None:
+        """Take the gradient that autograd has just produced from the Parameter, and add it to the slot."""
+        parameter = self._parameters[index]
+        if self.slot is None:
+            if self._adopt(parameter, pool):
+                self._filled[index] = 1
+                self.dropped.discard(index)
+                return
+            self._require_slot(pool)
+        gradient = take_raw_grad(parameter)
         if gradient is None:
             return  # a user hook has dropped it
-        assert self.slot is not None
-        with torch.no_grad():
-            gradient = gradient.detach()
-            if gradient.layout is not torch.strided:
-                gradient = gradient.to_dense()
-            view = self.slot[member.start : member.stop].view(member.shape)
-            if self._filled[index]:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-        self._filled[index] = 1
         self.dropped.discard(index)
+        self.batch.add(self, index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+    def _adopt(self, parameter: nn.Parameter, pool: Pool) -> bool:
+        """Make the gradient on a Parameter the slot, if nothing else refers to its memory."""
+        gradient = raw_grad(parameter)
+        if gradient is None or gradient.dtype != self._slot_dtype or not is_unshared(gradient):
+            return False
         set_raw_grad(parameter, None)
+        self.slot = pool.adopt(gradient.detach().view(-1))
+        return True
+
+    def fill(self, indices: Iterable[int]) -> list[tuple[int, bool, torch.Tensor]]:
+        """Mark parameters as having a gradient in the slot. Return whether each had one, and its view of the slot."""
+        assert self.slot is not None
+        views, filled = views_of_members(self.slot, self.layout), self._filled
+        found = [(index, bool(filled[index]), views[index]) for index in indices]
+        for index in indices:
+            filled[index] = 1
+        return found
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """Return this rank's accumulated gradient of one parameter before its reduction, or None."""
+        self.batch.copy()
         if self.slot is None or self.shard.value is not None or not self._filled[index] or index in self.dropped:
             return None
         member = self.layout.members[index]
@@ -118,17 +230,18 @@ class FlatGrad:
 
     def prepare_reduce_scatter(self, prescale: float, pool: Pool) -> Reduction:
         """Return the reduce-scatter of the slot. Parameters without a gradient are reduced as zeros."""
-        assert self.slot is not None
+        slot = self._require_slot(pool)
+        self.batch.copy()
         for member, filled in zip(self.layout.members, self._filled, strict=True):
             if not filled:
-                self.slot[member.start : member.stop].zero_()
+                slot[member.start : member.stop].zero_()
         if self._plan.gradients.wire is not Wire.NATIVE:
             for start, stop in self.layout.gaps:  # a quantized block that overflowed is all NaN, including padding
-                self.slot[start:stop].zero_()
+                slot[start:stop].zero_()
         if prescale != 1.0:
-            self.slot.mul_(prescale)
-        target, add = self.shard.target(self.slot, pool)
-        return Reduction(self.slot, target, self._plan.precision.of_wire(self._spec.dtype), add, error=self.error)
+            slot.mul_(prescale)
+        target, add = self.shard.target(slot, pool)
+        return Reduction(slot, target, self._plan.precision.of_wire(self._spec.dtype), add, error=self.error)
 
     def store_reduced(self, pool: Pool) -> None:
         """Hand the finished sum to the gradient shard, which returns the slot to the pool or keeps it."""
@@ -155,6 +268,7 @@ class FlatGrad:
         This is the gradient itself if one rank has all of it, otherwise a placeholder whose errors name the functions
         that read it. fp16 gradients are multiplied by the loss scale until the step, so they have a placeholder too.
         """
+        self.batch.copy()
         in_slot = self.slot is not None and bool(self._filled[index])
         if index in self.dropped or not (in_slot or self.shard.value is not None):
             return None
@@ -177,6 +291,7 @@ class FlatGrad:
         """Discard the accumulated gradient of one parameter, as `p.grad = None` requests."""
         if index in self.dropped or (self.slot is None and self.shard.value is None):
             return
+        self.batch.copy()
         member = self.layout.members[index]
         self._filled[index] = 0
         if self.shard.value is not None:
@@ -198,6 +313,7 @@ class FlatGrad:
 
     def drop(self, pool: Pool) -> None:
         """Discard everything that was accumulated."""
+        self.batch.discard(self)
         if self.slot is not None:
             slot, self.slot = self.slot, None
             pool.give_back(slot, self.layout.shape_key)

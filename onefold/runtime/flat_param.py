@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from onefold.offload.shard_store import ShardStore
 from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.buffers import stays_unsharded
-from onefold.runtime.flat_grad import FlatGrad
-from onefold.runtime.parameter_proxy import set_data, set_proxy_class
+from onefold.runtime.flat_grad import FlatGrad, views_of_members
+from onefold.runtime.parameter_proxy import attach_values, detach_values, is_sharded, set_data
 
 
 class FlatParam:
@@ -148,9 +148,7 @@ class FlatParam:
 
     def attach_views(self) -> None:
         """Make the Parameters views of `full`, after its all-gather has finished."""
-        for view, parameter in zip(self._views(), self.parameters, strict=True):
-            set_data(parameter, view)
-            set_proxy_class(parameter, sharded=False)
+        attach_values(self.parameters, views_of_members(self.full, self.layout))
         self.note_values()
 
     def fill_secondary(self) -> None:
@@ -196,9 +194,6 @@ class FlatParam:
         member = self.layout.members[index]
         return self.full[member.start : member.stop].view(member.shape)
 
-    def _views(self) -> list[torch.Tensor]:
-        return [self.view_of(index) for index in range(len(self.layout.members))]
-
     # -- reshard ------------------------------------------------------------------------------------------------
 
     def free_unsharded(self, *, drop: bool = False) -> None:
@@ -210,11 +205,9 @@ class FlatParam:
             self.store.param.order()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
-        for parameter in self.parameters:
-            # A parameter that was moved to another flat parameter has other memory.
-            if parameter.untyped_storage()._cdata == storage._cdata:
-                set_data(parameter, placeholder)
-                set_proxy_class(parameter, sharded=True)
+        # A parameter that was moved to another flat parameter has other memory.
+        aliases = [p for p in self.parameters if torch._C._is_alias_of(p, self.full)]  # type: ignore[attr-defined]
+        detach_values(aliases, placeholder)
         if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder
         else:
@@ -226,9 +219,9 @@ class FlatParam:
 
         Autograd compares a gradient's shape with its parameter's before it accumulates the gradient.
         """
-        member, parameter = self.layout.members[index], self.parameters[index]
-        if self.is_sharded and not parameter.untyped_storage().size():
-            set_data(parameter, self.full.new_full((1,), math.nan).expand(member.shape))
+        parameter = self.parameters[index]
+        if is_sharded(parameter) and self.is_sharded and not parameter.untyped_storage().size():
+            set_data(parameter, self.full.new_full((1,), math.nan).expand(self.layout.members[index].shape))
             self._shape_placeholders.add(index)
 
     def remove_shape_placeholders(self) -> None:
@@ -249,7 +242,7 @@ class FlatParam:
     def take_parameters(self) -> None:
         """Copy the parameters' values into `full` and make the parameters views of it."""
         with torch.no_grad():
-            for view, parameter in zip(self._views(), self.parameters, strict=True):
+            for view, parameter in zip(views_of_members(self.full, self.layout), self.parameters, strict=True):
                 if parameter.is_meta:
                     # A meta parameter does not accept `.data` on a device. Swapping its payload keeps the object. The
                     # payload must not be a view of `full`: it would share a version counter that all-gathers increment.
@@ -291,6 +284,8 @@ class FlatParam:
 
     def written_names(self) -> list[str]:
         """Return the names of parameters that were written in place since `note_values`."""
+        if not self._read_through_data and self._versions == [parameter._version for parameter in self.parameters]:
+            return []
         members = self.layout.members
         changed = {
             index
@@ -318,14 +313,12 @@ class FlatParam:
         """Remove a parameter from the layout and return it. Its range remains as padding."""
         index = next(index for index, member in enumerate(self.layout.members) if member.name == name)
         removed = self.parameters[index]
-        self.parameters[index] = nn.Parameter(self._views()[index], requires_grad=False)
+        self.parameters[index] = nn.Parameter(self.view_of(index), requires_grad=False)
         return removed
 
     def detach_views(self) -> None:
         """Turn the Parameters into placeholders while an always-unsharded flat parameter is off the device."""
-        for parameter in self.parameters:
-            set_data(parameter, self.full.new_empty(0))
-            set_proxy_class(parameter, sharded=True)
+        detach_values(self.parameters, self.full.new_empty(0))
 
     def cast(self, dtype: torch.dtype) -> None:
         """Change the dtype of the model weight. Only for a flat parameter that no engine trains."""
@@ -355,12 +348,17 @@ class FlatParam:
         return held
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> AbstractContextManager[None]:
     """Exclude copies of parameter values from autograd and `torch.func` transforms.
 
     Tensors made inside are not inference tensors, because training uses them later.
     """
+    is_plain = not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+    return torch.no_grad() if is_plain else _without_modes()
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
     with torch.inference_mode(mode=False), torch.no_grad():
         if torch._C._functorch.peek_interpreter_stack() is None:
             yield

@@ -23,13 +23,26 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.batch_chunks import ChunkedBlocks
-from onefold.runtime.call_hooks import ModuleHook, while_alive
+from onefold.runtime.call_hooks import (
+    ModuleHook,
+    StoredTensors,
+    UpdateHook,
+    listeners_to_compiled_regions,
+    note_compiled_region,
+    while_alive,
+)
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.param_handle import Owner
 from onefold.runtime.parameter_proxy import is_sharded, raw_grad, set_raw_grad
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.torch_internals import inside_backward, inside_transform, outside_compiler, tensors_in
+from onefold.runtime.torch_internals import (
+    constant_in_graphs,
+    inside_backward,
+    inside_transform,
+    outside_compiler,
+    tensors_in,
+)
 from onefold.runtime.unit import Unit
 
 
@@ -47,6 +60,9 @@ class Hooks:
         # Whether state dicts may have placeholders for sharded parameters, which raise when they are used or saved.
         self.state_dicts_may_be_empty = False
         self._watched: list[weakref.ref[nn.Module]] = []
+        # Whether each forward begins by waiting for all updates, because hooks may be left out of a compiled region.
+        self.updates_before_forward = False
+        listeners_to_compiled_regions.add(self)
         plan = schedule.context.plan
         self._blocks = ChunkedBlocks(schedule.units, plan.batch_chunks) if plan.batch_chunks != 0 else None
         schedule.chunk_checks = self._blocks.checks if self._blocks is not None else None
@@ -56,9 +72,9 @@ class Hooks:
         owner = {id(p): unit.index for unit in schedule.units for param in unit.params for p in param.parameters}
         for unit in schedule.units:
             self._watch_calls(unit, unit.module)
-            for param in unit.trained_params:
+            for position, param in enumerate(unit.trained_params):
                 for index, parameter in enumerate(param.parameters):
-                    ready = while_alive(Hooks.gradient_ready, me, weakref.ref(unit), weakref.ref(param), index)
+                    ready = while_alive(Hooks.gradient_ready, me, unit.index, position, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
                     if not param.stays_unsharded:
                         # The gradient may come from an operation without hooks, or from one that reads no values.
@@ -75,23 +91,24 @@ class Hooks:
                 # stay unsharded.
                 if unit.encloses and unit.sharded_params and module is not unit.module:
                     if any(owner[parameter] == unit.index for parameter in own if parameter in sharded):
-                        self._watch_calls(unit, module)
+                        unit.stored_tensors.append(StoredTensors(module))
+                        self._watch_calls(unit, module, search=len(unit.stored_tensors) - 1)
                     else:
-                        wait = ModuleHook(me, module, Hooks.wait_for_updates, [unit.index])
+                        wait = UpdateHook(me, module, Hooks.wait_for_updates, [unit.index])
                         self._handles.append(module.register_forward_pre_hook(wait))
         after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
 
-    def _watch_calls(self, unit: Unit, module: nn.Module) -> None:
-        """Call a unit before and after forwards of a module."""
+    def _watch_calls(self, unit: Unit, module: nn.Module, search: int = 0) -> None:
+        """Call a unit before and after forwards of a module. `search`: which of the unit's searches a forward runs."""
         target, add = weakref.ref(unit), self._handles.append
-        before = ModuleHook(target, module, Unit.pre_forward)
         if unit.sharded_params:
+            before = ModuleHook(target, module, Unit.pre_forward)
             add(module.register_forward_pre_hook(before, with_kwargs=True))
-            after = ModuleHook(target, module, Unit.post_forward)
+            after = ModuleHook(target, module, Unit.post_forward, search)
             add(module.register_forward_hook(after, always_call=True))
         else:
-            add(module.register_forward_pre_hook(before))
+            add(module.register_forward_pre_hook(UpdateHook(target, module, Unit.pre_forward)))
 
     def serve(self, model: nn.Module) -> list[RemovableHandle]:
         """Unshard parameters of this engine where another model uses them, in modules without hooks of this engine.
@@ -176,23 +193,30 @@ class Hooks:
             listener.abort_backward()
             self._bare = None
 
-    def gradient_ready(self, unit: Unit, param: FlatParam, index: int) -> None:
-        """Give a unit the gradient that autograd has accumulated on a parameter."""
-        listener = self._listener()
-        if listener is None:
-            return
-        gradient = raw_grad(param.parameters[index])
+    def gradient_ready(self, number: int, position: int, index: int) -> None:
+        """Give a unit the gradient that autograd has accumulated on a parameter of one of its flat parameters."""
+        unit = self._schedule.units[number]
+        param = unit.trained_params[position]
+        if not self._context.in_backward or self._bare is not None:  # not in a backward of the engine
+            listener = self._listener()
+            if listener is None:
+                return
+            self._join_bare_backward(listener, param.parameters[index])
+        unit.receive_gradient(param, index)
+
+    def _join_bare_backward(self, listener: Owner, parameter: nn.Parameter) -> None:
+        """Begin a bare backward with its first gradient, and have it ended."""
+        gradient = raw_grad(parameter)
         self.expect_end()
         # `expect_end` may have aborted an earlier backward and cleared the gradients on parameters. Restore this one.
-        set_raw_grad(param.parameters[index], gradient)
+        set_raw_grad(parameter, gradient)
         if not self._context.in_backward:
             try:
                 listener.begin_bare_backward()
             except RuntimeError:
                 # The backward is refused, and the next one must not find its gradient.
-                set_raw_grad(param.parameters[index], None)
+                set_raw_grad(parameter, None)
                 raise
-        unit.receive_gradient(param, index)
 
     def check_model(self) -> None:
         """Raise if the model was changed since `initialize`."""
@@ -208,6 +232,8 @@ class Hooks:
         """Begin a pass before a forward of the outermost module."""
         self._schedule.enter_forward()
         self.check_model()
+        if self.updates_before_forward:
+            self.wait_for_all_updates()
         self.recover()
         if torch.is_grad_enabled() and not inside_backward():
             self._schedule.begin_pass()
@@ -223,15 +249,32 @@ class Hooks:
 
     # -- reads and writes outside of forwards -------------------------------------------------------------------
 
+    def are_used(self, units: list[int]) -> bool:
+        """Return whether a forward of each of some units is under way, or its parameters stay unsharded."""
+        found = (self._schedule.units[unit] for unit in units)
+        return all(unit.uses.forwards for unit in found if unit.sharded_params) and note_compiled_region()
+
     def unshard_for_read(self, units: list[int]) -> None:
         """Unshard units whose parameters are read by attribute."""
-        for unit in units:
-            self._schedule.units[unit].read(backward=inside_backward())
+        for number in units:
+            unit = self._schedule.units[number]
+            # Inside a forward of the unit's module, a hook has unsharded it.
+            if unit.is_updating or (unit.sharded_params and not unit.uses.forwards):
+                unit.read(backward=inside_backward())
 
     def wait_for_updates(self, units: list[int], *_: Any) -> None:
         """Wait for the all-gathers of updated parameters of some units."""
         for unit in units:
             self._schedule.units[unit].wait_for_update()
+
+    def enter_compiled_region(self) -> None:
+        """Wait for all updates now and before each forward, because a region without hooks is being traced."""
+        self.updates_before_forward = True
+        self.wait_for_all_updates()
+
+    def wait_for_all_updates(self) -> None:
+        """Wait for the all-gathers of updated parameters of all units."""
+        self.wait_for_updates([unit.index for unit in self._schedule.units])
 
     def before_root_state_dict(self, *_: Any) -> None:
         """Raise before a state dict of the model that would have placeholders."""
@@ -282,12 +325,24 @@ class WatchedParameters(dict[str, nn.Parameter | None]):
         self._hooks = hooks
         self._units = units
 
-    @outside_compiler
+        def is_used() -> bool:
+            found = hooks()
+            return found is None or found.are_used(units)
+
+        self._is_used = constant_in_graphs(is_used)
+
     def __getitem__(self, name: str) -> nn.Parameter | None:
+        # In a region that is traced inside the forward of its unit, the hooks have made the parameter ready. If the
+        # region runs outside of it later, the parameter has another shape, and the region is traced again.
+        if not (torch.compiler.is_compiling() and self._is_used()):
+            self._make_ready()
+        return super().__getitem__(name)
+
+    @outside_compiler
+    def _make_ready(self) -> None:
         hooks = self._hooks()
         if hooks is not None:
             hooks.unshard_for_read(self._units)
-        return super().__getitem__(name)
 
     def _wait(self) -> None:
         hooks = self._hooks()

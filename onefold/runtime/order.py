@@ -191,7 +191,8 @@ class Order:
         launches = self.program.launches
         while self.reduces and self._launched < len(launches):
             launch = launches[self._launched]
-            if launch.gathers or not all(self.units[index] in self._ready for index in launch.units):
+            # The last unit is usually the last one to be ready.
+            if launch.gathers or not all(self.units[index] in self._ready for index in reversed(launch.units)):
                 return
             self._launch(launch)
 
@@ -204,7 +205,8 @@ class Order:
         elif self._has_sharded_units:
             self._negotiate(Request.END, 0)
         if self.reduces:
-            self._reduce(self.reduction_batches)
+            if len(self._reduced) < len(self._trained):
+                self._reduce(self.reduction_batches)
             self._in_flight.finish_reductions()
             if self._recording and self._record_is_complete:
                 self._adopt_record(aborted)
@@ -237,7 +239,8 @@ class Order:
             Unit.launch_all_gather([self.units[index] for index in launch.units], use_secondary=True)
             if self._reads_ahead:
                 assert self.program is not None
-                ahead = (other for other in self.program.launches[self._launched :] if other.gathers)
+                launches = self.program.launches
+                ahead = (other for at in range(self._launched, len(launches)) if (other := launches[at]).gathers)
                 Unit.prefetch(self.units[index] for other in ahead for index in other.units)
         elif self.reduces:
             self._reduce([[self.units[index] for index in launch.units]])

@@ -112,10 +112,35 @@ def raw_grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return gradient
 
 
+def take_raw_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the gradient that autograd has left on the Parameter itself, and clear it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _grad.__get__(parameter)
+        if gradient is not None:
+            _grad.__set__(parameter, None)
+        return gradient
+
+
 def set_raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
     """Set `parameter.grad` without the proxy."""
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(parameter, value)
+
+
+def attach_values(parameters: Sequence[nn.Parameter], views: Sequence[torch.Tensor]) -> None:
+    """Give Parameters their unsharded values, and the proxy class for them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, view in zip(parameters, views, strict=True):
+            DATA.__set__(parameter, view)
+            set_proxy_class(parameter, sharded=False)
+
+
+def detach_values(parameters: Sequence[nn.Parameter], placeholder: torch.Tensor) -> None:
+    """Turn Parameters into placeholders without elements, and give them the proxy class for these."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            DATA.__set__(parameter, placeholder)
+            set_proxy_class(parameter, sharded=True)
 
 
 # -- the classes ------------------------------------------------------------------------------------------------
@@ -123,7 +148,8 @@ def set_raw_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
 
 def set_proxy_class(parameter: nn.Parameter, *, sharded: bool) -> None:
     """Give a Parameter the proxy class of its state."""
-    parameter.__class__ = _proxy_class(plain_class(parameter), sharded)
+    now = type(parameter)
+    parameter.__class__ = _proxy_class(getattr(now, _PLAIN, now), sharded)
 
 
 def set_updating_class(parameter: nn.Parameter) -> None:

@@ -53,6 +53,8 @@ class Schedule:
         self.context = UnitContext(units, plan, self.in_flight, self.order)
         for unit in units:
             unit.join(self.context)
+        for param in self.trained_params():
+            param.grad.batch = self.context.gradients
         self._plan = plan
         self.memory = memory
         stores = [param.store for unit in units for param in unit.params]
@@ -113,6 +115,7 @@ class Schedule:
         """End a backward: finish all reductions and reshard everything."""
         if self.order.open:
             self.order.end(aborted=aborted)
+        self.context.gradients.copy()
         for param in self.trained_params():
             param.remove_shape_placeholders()  # of gradients that were not produced after all
             if param.grad.drops_at_end:

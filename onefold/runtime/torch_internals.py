@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -21,27 +23,27 @@ _SHORT = 256
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor inside tuples, lists, mappings, dataclasses, and attributes of other objects but modules."""
-    return _tensors_in(value, _DEPTH, set())
+    return iter((value,)) if isinstance(value, torch.Tensor) else _tensors_in(value, _DEPTH, set())
 
 
 def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
     if isinstance(value, _LEAVES) or id(value) in seen:
         return
     seen.add(id(value))  # a container may contain itself
     items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, tuple | list | set):
+    if isinstance(value, tuple | list | set):
         items = value
+    elif isinstance(value, dict | Mapping):
+        items = value.values()
     elif dataclasses.is_dataclass(value):
         items = (getattr(value, field.name) for field in dataclasses.fields(value))
     elif depth:
         items, depth = list(getattr(value, "__dict__", {}).values()), depth - 1
     for item in items:
-        yield from _tensors_in(item, depth, seen)
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif not isinstance(item, _LEAVES):
+            yield from _tensors_in(item, depth, seen)
 
 
 def may_hold_tensors(value: Any) -> bool:
@@ -52,6 +54,35 @@ def may_hold_tensors(value: Any) -> bool:
         return True
     items = value.values() if isinstance(value, dict) else value
     return not all(isinstance(item, _LEAVES) for item in (*islice(items, 8), *islice(reversed(items), 8)))
+
+
+def is_unshared(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is dense and nothing but its Parameter and the caller refers to its memory."""
+    if gradient.layout is not torch.strided or gradient.requires_grad or not gradient.is_contiguous():
+        return False
+    if gradient.nbytes != gradient.untyped_storage().nbytes():
+        return False
+    return all(found <= few for found, few in zip(_references(gradient), _fewest_references(), strict=True))
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Count the references of Python and of torch to a tensor, and those of tensors to its storage."""
+    of_storage: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+    of_torch: Any = tensor._use_count  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), of_torch(), of_storage(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _fewest_references() -> tuple[int, int, int]:
+    """Count the references to a new gradient in a caller's caller, which depend on the versions of Python and torch."""
+    parameter = nn.Parameter(torch.empty(1, device="cpu"))
+    parameter.grad = torch.empty(1, device="cpu")
+    gradient = parameter.grad
+    return _passed_on(gradient)
+
+
+def _passed_on(gradient: torch.Tensor) -> tuple[int, int, int]:
+    return _references(gradient)
 
 
 def inside_backward() -> bool:
@@ -113,6 +144,15 @@ def outside_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    return function
+
+
+def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Call a function while a graph is traced, and use its result as a constant of the graph.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

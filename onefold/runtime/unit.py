@@ -24,7 +24,7 @@ from torch import nn
 from onefold.comm import AllGatherOp, Reduction
 from onefold.plan import PassPhase, Wire
 from onefold.recorder import within
-from onefold.runtime.call_hooks import hook_begin, hook_end, is_embedding_lookup, output_nodes, while_alive
+from onefold.runtime.call_hooks import StoredTensors, hook_begin, hook_end, is_embedding_lookup, producers, while_alive
 from onefold.runtime.flat_param import FlatParam, unrecorded
 from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
 from onefold.runtime.torch_internals import inside_backward, inside_transform
@@ -39,6 +39,8 @@ class Unit:
     ) -> None:
         self.name = name or "(root)"
         self.module = module
+        # Searches for tensors that calls store, on `module` and on modules inside it that may be called without it.
+        self.stored_tensors = [StoredTensors(module)]
         self.params = list(params)
         self.trained_params = [param for param in params if param.trainable]
         self.sharded_params = [param for param in params if not param.stays_unsharded]
@@ -95,12 +97,12 @@ class Unit:
             inputs, has_end = hook_end(while_alive(Unit.post_backward, weakref.ref(self), [call]), arguments)
             uses.stack[-1] = (call if has_end else -call, inputs)
 
-    def post_forward(self, args: Any, output: Any) -> None:
+    def post_forward(self, search: int, args: Any, output: Any) -> None:
         """Register hooks on the beginning of the call's backward. Reshard unless the recorded order keeps the unit."""
         recompute, uses = inside_backward(), self.uses
         call, inputs = uses.stack.pop() if uses.stack else (0, [])
         if call:
-            produced = output_nodes(self.module, output)
+            produced = list(producers([output, self.stored_tensors[search].find()]))
             nodes = [node for node in produced if not any(node is passed_on for passed_on in inputs)]
             act = partial(Unit.pre_backward, is_lookup=is_embedding_lookup(self.module, output))
             for node in nodes:
@@ -160,12 +162,12 @@ class Unit:
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
-        context = self.context
-        while self.grad_state is GradientState.REDUCING:
-            context.in_flight.finish_reduction()
-        self._open_gradients()
-        grad = param.grad
-        grad.accumulate_into_slot(index)
+        context, grad = self.context, param.grad
+        if self.grad_state is not GradientState.OPEN:
+            while self.grad_state is GradientState.REDUCING:
+                context.in_flight.finish_reduction()
+            self._open_gradients()
+        grad.accumulate_into_slot(index, context.in_flight.pool)
         param.remove_shape_placeholders()
         if grad.last_backward[index] == context.num_backwards:
             return
@@ -354,16 +356,15 @@ class Unit:
     @staticmethod
     def _finish_reduce_scatter(units: list[Unit]) -> None:
         context = units[0].context
-        in_flight = context.in_flight
         for unit in units:
             assert unit.grad_state is GradientState.REDUCING, (unit.name, unit.grad_state)
             with within(unit.name):
                 for param in unit.trained_params:
-                    param.grad.store_reduced(in_flight.pool)
+                    param.grad.store_reduced(context.in_flight.pool)
                 unit.grad_state = GradientState.EMPTY
             if context.before_step:
                 for param in unit.trained_params:
-                    param.grad.shard.prepare_step(with_norm=in_flight.collective.group.size > 1)
+                    param.grad.shard.prepare_step(with_norm=context.in_flight.collective.group.size > 1)
                     context.on_reduced(param.store)
 
     def drop_gradients(self) -> None:

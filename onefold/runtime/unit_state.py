@@ -10,6 +10,7 @@ from typing import Protocol
 from onefold.comm import Agreement
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import PassPhase, Plan
+from onefold.runtime.flat_grad import GradientBatch
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.in_flight import InFlightCollectives
 
@@ -112,6 +113,8 @@ class UnitContext:
         self.num_backwards = 0
         # Whether a step follows the present backward.
         self.before_step = False
+        # Gradients that are not in their slots yet.
+        self.gradients = GradientBatch()
         # Called with each shard whose gradient is complete, in the last backward before a step.
         self.on_reduced: Callable[[ShardStore], None] = lambda store: None
         # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.

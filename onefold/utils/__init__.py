@@ -255,6 +255,7 @@ def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bo
     range_ = place.state(name, local=local)
     if range_ is None:
         raise ValueError(f"{place.member.name} has no optimizer state {name!r}")
+    place.step.about_to_write()
     range_.write(value, local=local)
     place.set_state(name, range_.buffer.fetch())
 

@@ -445,6 +445,7 @@ def answers() -> dict[str, Any]:
             engine.zero_optimization_partition_gradients(),
         ),
         "masters": [(tuple(flat.shape), flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat],
+        "exposed": all(store.is_exposed for store in engine.state.step.stores),
         "scale": (engine.dynamic_loss_scale(), optimizer.dynamic_loss_scale, optimizer.loss_scale),
         "offload": (engine.zero_cpu_offload(), engine.zero_offload_param(), optimizer.parameter_offload.forward_hooks),
         "config": engine._config.zero_config.max_live_parameters,
@@ -466,6 +467,7 @@ def test_the_engine_answers_to_deepspeeds_getters(on_ranks):
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     assert all(dtype is torch.float32 for _, dtype in found["masters"])
+    assert found["exposed"], "user code may write to masters at any time"
 
 
 def test_files_that_point_to_a_manifest_are_not_taken_for_deepspeeds(tmp_path):

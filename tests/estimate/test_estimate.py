@@ -349,6 +349,7 @@ def test_chunks_are_advised_where_a_link_bounds_accumulation():
     assert chunked.offload_traffic == alone.offload_traffic
 
 
+@pytest.mark.slow
 def test_chunks_are_not_advised_elsewhere():
     question, found = accumulating()
     assert found[0].bound_by not in ("host bus", "disk")
@@ -358,6 +359,7 @@ def test_chunks_are_not_advised_elsewhere():
     assert "batch_chunks" not in advise(question, found).reason
 
 
+@pytest.mark.slow
 def test_chunks_that_do_not_fit_are_reported_with_the_logits_they_need():
     def build() -> nn.Module:
         with META:

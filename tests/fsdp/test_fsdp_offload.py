@@ -439,6 +439,43 @@ def with_scaler() -> tuple[str | None, list[float]]:
     return first_difference(*traces), scales
 
 
+def with_scaler_of_given() -> str | None:
+    """The difference between steps of a scaler through the given optimizer and through the returned one."""
+    found = []
+    for is_given in (False, True):
+        model = sharded_net(width=64)
+        given = FUSED["AdamW"](model.parameters())
+        optimizer = offload(model, given, ratio=1.0)
+        scaler = torch.amp.GradScaler(local_device().type, init_scale=2.0**8)
+        x, y = batches(1)[0]
+        scaler.scale(model(x, y)).backward()
+        scaler.step(given if is_given else optimizer)
+        found.append(local(model))
+    return first_difference(*found)
+
+
+def test_a_gradient_scaler_works_with_the_given_optimizer(on_ranks):
+    assert on_ranks(2, with_scaler_of_given) == [None] * 2
+
+
+def load_from_before_the_first_step() -> str | None:
+    """Loading the state of an optimizer without states resets all states, as in torch."""
+    found = []
+    for steps_before in (0, 2):
+        model = sharded_net(width=64)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = offload(model, FUSED["AdamW"](model.parameters()), ratio=1.0)
+        train(model, optimizer, steps_before)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+        found.append(train(model, optimizer, 2, seed=1))
+    return first_difference(*found)
+
+
+def test_states_that_a_state_dict_lacks_are_reset(on_ranks):
+    assert on_ranks(1, load_from_before_the_first_step) == [None]
+
+
 def test_a_gradient_scaler_works(on_ranks):
     assert on_ranks(2, with_scaler) == [(None, [2.0**7] * 2)] * 2
 
@@ -851,6 +888,7 @@ def test_errors_name_what_is_wrong(on_ranks):
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     """It trains, saves, and resumes on another number of ranks."""
     for world, expected in ((2, "step 20: loss"), (1, "resumed at step 20")):

@@ -1,4 +1,7 @@
-"""The step under the backward: the bits of a step after it, and an error for everything that comes too late."""
+"""The final step under the backward: the bits of a step after it, and an error for everything that comes too late.
+
+Speculative steps are tested in `test_speculation.py`.
+"""
 
 from __future__ import annotations
 
@@ -193,12 +196,10 @@ def refuse(folder: str, keys: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("keys", "told"), [
-    ({"gradient_clipping": 1.0}, "gradient_clipping 1.0"),
-    ({"onefold": {"nonfinite_gradients": "skip"}}, "nonfinite_gradients"),
     ({"onefold": {"delayed_host_step": True}}, "delayed_host_step"),
     ({"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}, "RMSprop"),
 ])  # fmt: skip
-def test_configs_that_need_all_gradients_first_are_refused(on_ranks, tmp_path, keys, told):
+def test_configs_that_step_otherwise_are_refused(on_ranks, tmp_path, keys, told):
     for message in on_ranks(1, refuse, str(tmp_path), keys):
         assert told in message
         assert "step_in_backward" in message

@@ -7,17 +7,20 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
-from models import batches, config, more, net, precision, start
+from models import batches, config, more, net, precision, rank, start
 from ranks import free_port, rank_environment
+from torch import nn
 
 import onefold
 from onefold.allocator import give_back_free_memory, zeros_apart
+from onefold.comm.tree import add_tree
 from onefold.report.memory_usage import resident_bytes
 
 
@@ -45,6 +48,91 @@ def pools_and_plan(stage: int, dtype: str, accumulation: int, bucket: int, overl
 def test_pools_keep_what_the_plan_counts(on_ranks, world, stage, dtype, accumulation, bucket, overlap):
     for kept, planned in on_ranks(world, pools_and_plan, stage, dtype, accumulation, bucket, overlap):
         assert kept == planned > 0
+
+
+# -- gradients that are not copied, and received data without buffers --------------------------------------------------
+
+
+class Matrices(nn.Module):
+    """Matrices that are a unit and a flat parameter each, without padding on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+KEEPERS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "the gradient": lambda parameter: parameter.grad,
+    "a view": lambda parameter: parameter.grad.view(-1)[1:],
+}
+
+
+def train_matrices(stage: int, dtype: str, kept_by_a_hook: str, accumulation: int) -> dict[str, Any]:
+    """Train, and count the unsharded gradients that the pool provides, and the bytes of buffers for received data."""
+    model, kept = Matrices(), list[torch.Tensor]()
+    if kept_by_a_hook:
+        keep = KEEPERS[kept_by_a_hook]
+        model.layers[1].weight.register_post_accumulate_grad_hook(lambda parameter: kept.append(keep(parameter)))
+    own, zero = {"units": ["Linear"]}, {"overlap_comm": True}
+    settings = config(
+        stage, gradient_accumulation_steps=accumulation, zero_optimization=zero, onefold=own, **precision(dtype)
+    )
+    engine = start(model, settings)
+    in_flight, num_slots = engine.state.schedule.in_flight, 0
+    take = in_flight.pool.take
+
+    def counted(numel: int, *more: Any) -> torch.Tensor:
+        nonlocal num_slots
+        num_slots += numel == 64 * 64
+        return take(numel, *more)
+
+    in_flight.pool.take = counted
+    for step in range(2 * accumulation):
+        x = torch.linspace(-1, 1, 256).view(4, 64).mul(step + 1 + rank())
+        engine.backward(engine(x.to(torch.bfloat16) if dtype == "bf16" else x).float().square().mean())
+        copies = [gradient.clone() for gradient in kept]
+        engine.step()
+        assert all(torch.equal(gradient, copy) for gradient, copy in zip(kept, copies, strict=True))
+    received = in_flight.collective._pool.num_bytes
+    with onefold.zero.GatheredParameters(list(model.parameters())):
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return {"slots": num_slots, "received": received, "weights": weights}
+
+
+@covering(stage=(2, 3), dtype=("fp32", "bf16"), accumulation=(1, 2), world=(2, more(4)))
+def test_gradients_of_single_matrices_are_reduced_without_a_copy(on_ranks, world, stage, dtype, accumulation):
+    """Check it against programs that keep gradients, which are not changed, and against stage 1, which copies them.
+
+    Stage 1 adds micro-steps before ranks, so that it is bit-equal for one micro-step only.
+    """
+    stages = {"": 1, **dict.fromkeys(KEEPERS, stage)}
+    compared = "" if accumulation == 1 else next(iter(KEEPERS))
+    expected = on_ranks(world, train_matrices, stages[compared], dtype, compared, accumulation)
+    for kept_by_a_hook in ("", *KEEPERS):
+        found = on_ranks(world, train_matrices, stage, dtype, kept_by_a_hook, accumulation)
+        copied = 2 * accumulation if kept_by_a_hook else 0
+        if world == 2:
+            assert [each["slots"] for each in found] == [copied] * world
+            assert all((each["received"] == 0) == (accumulation == 1) for each in found)
+        for one, other in zip(found, expected, strict=True):
+            assert all(map(torch.equal, one["weights"], other["weights"]))
+
+
+@pytest.mark.parametrize("numel", [1, 4096, (1 << 17) + 2048, 3 << 17])
+@pytest.mark.parametrize("place", range(3))
+def test_a_piece_at_the_end_of_the_target_is_added_before_it_is_overwritten(place, numel):
+    pieces = [torch.randn(numel, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]
+    expected, target = torch.empty(numel), torch.empty(numel)
+    add_tree(pieces, expected)
+    pieces[place] = target.view(torch.bfloat16)[numel:].copy_(pieces[place])
+    add_tree(pieces, target)
+    assert torch.equal(target, expected)
 
 
 def heap_in_a_fresh_process() -> list[int]:

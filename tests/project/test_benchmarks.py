@@ -1,4 +1,4 @@
-"""What the benchmarks count: calls, bytes of an interface, and whose memory it was at a peak."""
+"""What the benchmarks count: calls, bytes of an interface, functions, and whose memory it was at a peak."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks lie beside 
 
 from benchmarks.calls import Calls, count_calls
 from benchmarks.gpu import reference_of
+from benchmarks.host_time import measure, parse_arguments
 from benchmarks.peak import Allocation, at_peak
 from benchmarks.systems import parse_systems
 from benchmarks.worker import parse_sent_bytes
@@ -61,6 +62,25 @@ def calls_by_hand() -> Calls:
 
 def test_what_goes_out_together_is_one_call(on_ranks):
     assert on_ranks(2, calls_by_hand) == [Calls(4, 1)] * 2
+
+
+def functions_of_a_step(blocks: int) -> dict[str, dict[str, int]]:
+    """Return the calls of onefold's functions by system and phase."""
+    sizes = ["--blocks", str(blocks), "--warmup", "3", "--steps", "1"]
+    found = measure(parse_arguments([*sizes, "--systems", "torch,onefold-2,onefold-3-nothing-kept"]))
+    return {name: {phase: calls.total() for phase, calls in each.calls.items()} for name, each in found.items()}
+
+
+def test_calls_per_block_do_not_grow_with_the_model(on_ranks):
+    """Check that no hook walks over all blocks, and that the benchmark counts nothing of plain torch."""
+    few, twice, four_times = (on_ranks(1, functions_of_a_step, blocks)[0] for blocks in (4, 8, 16))
+    assert set(few["torch"].values()) == {0}
+    for system in ("onefold-2", "onefold-3-nothing-kept"):
+        for phase, calls in few[system].items():
+            assert calls > 0
+            of_four_blocks = twice[system][phase] - calls
+            of_eight_blocks = four_times[system][phase] - twice[system][phase]
+            assert of_eight_blocks <= 1.05 * 2 * of_four_blocks, (system, phase)
 
 
 def event(action: str, address: int, size: int, *files: str) -> dict[str, Any]:

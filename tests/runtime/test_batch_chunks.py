@@ -461,6 +461,25 @@ class MixingOnOneRank(Block):
         return super().forward(x - x.mean(0) if rank() == 1 else x)
 
 
+class Positional(Block):
+    """Scales each sample by its position in the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * torch.arange(1.0, 1 + len(x)).view(-1, *[1] * (x.dim() - 1)))
+
+
+class Counting(Block):
+    """Counts samples in a buffer."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("num_seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_seen += len(x)
+        return super().forward(x)
+
+
 class Capturing(Block):
     """Uses a tensor that is not its own."""
 
@@ -507,7 +526,9 @@ def with_blocks(kind: type[Block]) -> Net:
 
 
 REFUSED = {
-    "mixing": (lambda: with_blocks(Mixing), "on rank 0, blocks.0 mixes the samples of a batch: output 0 of its first"),
+    "mixing": (lambda: with_blocks(Mixing), "on rank 0, blocks.0 mixes the samples of a batch: output 0 of its last"),
+    "position": (lambda: with_blocks(Positional), "blocks.0 mixes the samples of a batch: output 0 of its last"),
+    "counting": (lambda: with_blocks(Counting), "blocks.0 writes to its buffer num_seen in forward"),
     "one rank": (lambda: with_blocks(MixingOnOneRank), "on rank 1, blocks.0 mixes the samples of a batch"),
     "capturing": (lambda: with_blocks(Capturing), r"blocks.1 uses a tensor of shape \[1\] that requires a gradient"),
     "storing": (lambda: with_blocks(Storing), "blocks.1 stores a tensor with a gradient in 'router_loss'"),

@@ -1,4 +1,4 @@
-"""`engine.compile()`: blocks compiled, gathers and reductions between them."""
+"""Compiled models: `engine.compile()`, and models, blocks and losses that the user compiles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from covering import covering
 from models import batches, config, more, net, precision, start, train
+from torch import nn
 
 
 def compiled(stage: int, dtype: str, compiles: bool) -> tuple[Any, dict[str, int], bool]:
@@ -126,3 +128,90 @@ def own_forward_after_destroy() -> bool:
 
 def test_a_forward_of_the_users_own_comes_back_when_the_engine_goes(on_ranks):
     assert on_ranks(1, own_forward_after_destroy) == [True]
+
+
+class ReadsHead(nn.Module):
+    """A loss outside of the model, which reads a weight of it."""
+
+    def forward(self, hidden: torch.Tensor, y: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        logits = F.linear(hidden, model.head.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+class Counter:
+    """A backend that runs graphs as they are, and counts them and their operations."""
+
+    num_graphs = num_ops = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.num_graphs += 1
+        self.num_ops += sum(node.op.startswith("call") for node in graph.graph.nodes)
+        return graph.forward
+
+
+def graphs(stage: int | None, when: str) -> tuple[list[float], int, int]:
+    """Losses, number of graphs and of operations in them. None is plain torch, compiled as a whole."""
+    torch._dynamo.reset()
+    counter = Counter()
+    model: Any = net()
+    if stage is None:
+        model = torch.compile(model, backend=counter)
+        model(*batches(1)[0]).backward()
+        return [], counter.num_graphs, counter.num_ops
+    if when == "model":
+        model = torch.compile(model, backend=counter)
+    zero = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "reduce_bucket_size": 1000}
+    engine = start(model, config(stage, gradient_clipping=0.5, zero_optimization=zero))
+    called: Any = engine
+    losses = []
+    for number, (x, y) in enumerate(batches(5)):
+        if number == 2 and when == "late":  # updates of the last step may be in flight
+            called = torch.compile(engine, backend=counter)
+        loss = called(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses, counter.num_graphs, counter.num_ops
+
+
+@covering(stage=(1, more(0), more(2)), when=("model", "late"), world=(2, more(1)), strength=2)
+def test_hooks_break_no_graph_where_parameters_stay_unsharded(on_ranks, stage, when, world):
+    ((_, *plain),) = on_ranks(1, graphs, None, "model")
+    for (losses, *compiled), (expected, *_) in zip(
+        on_ranks(world, graphs, stage, when), on_ranks(world, graphs, stage, "never"), strict=True
+    ):
+        assert compiled == plain
+        assert losses == expected
+
+
+@pytest.mark.parametrize("when", ["model", more("late")])
+def test_a_unit_that_unshards_is_one_graph(on_ranks, when):
+    for (losses, num_graphs, num_ops), (expected, *_) in zip(
+        on_ranks(2, graphs, 3, when), on_ranks(2, graphs, 3, "never"), strict=True
+    ):
+        # The embedding, the blocks, which share one, the head, and the loss.
+        assert num_graphs == 4
+        assert num_ops == 11
+        assert losses == expected
+
+
+def loss_outside(stage: int, compiles: bool) -> list[float]:
+    """A compiled loss that reads a weight outside of the forward of its unit, and the engine compiled or not."""
+    torch._dynamo.reset()
+    model = net()
+    model.forward = lambda x: model.blocks[0](model.embed(x))  # type: ignore[method-assign]
+    engine = start(model, config(stage))
+    compute = torch.compile(ReadsHead(), backend="eager") if compiles else ReadsHead()
+    called: Any = torch.compile(engine, backend="eager") if compiles else engine
+    losses = []
+    for x, y in batches(3):
+        engine.backward(loss := compute(called(x), y, model))
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [3, more(1)])
+def test_a_compiled_loss_reads_a_weight_outside_of_its_unit(on_ranks, stage):
+    assert on_ranks(2, loss_outside, stage, True) == on_ranks(2, loss_outside, stage, False)

@@ -202,8 +202,10 @@ def test_a_model_of_transformers_computes_its_loss_in_tiles(on_ranks, stage, opt
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_logits_that_were_not_computed_cannot_be_used():
-    pytest.importorskip("transformers")
+# Forwards of transformers start threads, and ranks cannot be forked from a process with threads. So they run on a rank.
+
+
+def use_missing_logits() -> None:
     x = torch.randint(0, 97, (2, 5))
     model = causal_model("Llama")
     onefold.use_tiled_loss(model)
@@ -218,8 +220,12 @@ def test_logits_that_were_not_computed_cannot_be_used():
         capped(input_ids=x, labels=x, use_cache=False)
 
 
-def test_a_copy_of_the_model_has_its_own_head():
+def test_logits_that_were_not_computed_cannot_be_used(on_ranks):
     pytest.importorskip("transformers")
+    on_ranks(1, use_missing_logits)
+
+
+def copy_model() -> None:
     model, x = causal_model("Llama"), torch.randint(0, 97, (2, 5))
     onefold.use_tiled_loss(model)
     copied = copy.deepcopy(model)
@@ -233,6 +239,28 @@ def test_a_copy_of_the_model_has_its_own_head():
     assert model.lm_head.weight.grad is None
 
 
+def test_a_copy_of_the_model_has_its_own_head(on_ranks):
+    pytest.importorskip("transformers")
+    on_ranks(1, copy_model)
+
+
 def test_other_models_have_no_loss_to_tile():
     with pytest.raises(ValueError, match="a Net has no output embeddings"):
         onefold.use_tiled_loss(Net())
+
+
+def test_losses_that_are_not_causal_are_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ModernBertConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    with pytest.raises(ValueError, match="is ForMaskedLMLoss, but only the ForCausalLMLoss"):
+        onefold.use_tiled_loss(transformers.ModernBertForMaskedLM(config))
+
+
+def test_no_tokens_have_no_loss():
+    head = nn.Linear(8, 16)
+    loss = onefold.tiled_cross_entropy(torch.zeros(0, 8), head, torch.zeros(0, dtype=torch.long), reduction="sum")
+    loss.backward()
+    assert loss.item() == 0
+    assert not head.weight.grad.any()

@@ -16,6 +16,7 @@ from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT, IN_FLIGHT_IN_BACKWA
 from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
 from onefold.plan.buffers import CACHED_GRADIENT, FLAT_GRADIENT, REDUCED_GRADIENT
 from onefold.plan.device_cache import assign_device_cache, cached_bytes, filled_bytes
+from onefold.plan.speculation import assign_second_states
 from onefold.plan.traffic import count_offload_traffic, is_streamed
 from onefold.tools.estimate.dry_run import DryRun, dry_run
 from onefold.tools.estimate.machines import GB, Machine, PlanError
@@ -248,7 +249,16 @@ def _place(question: Question, config: Config, found: DryRun) -> tuple[Plan, lis
     machine = question.machine
     plan = replace(make_plan(config, machine.world), accumulates=found.plan.accumulates, node_size=machine.gpus)
     flat = [spec for unit in found.units for spec in unit]
-    assigned = assign_tiers(flat, plan, host_bytes=int(machine.host_memory * HOST_SHARE) // machine.gpus)
+    host_bytes = int(machine.host_memory * HOST_SHARE) // machine.gpus
+    limit = plan.offload.host_bytes
+    for_second = host_bytes - PROCESS if limit is None else min(host_bytes - PROCESS, limit // machine.gpus)
+    assigned = assign_second_states(
+        assign_tiers(flat, plan, host_bytes=host_bytes),
+        plan,
+        for_second,
+        keeps_half_free=limit is None,
+        device_is_host=machine.is_cpu,
+    )
     return plan, assign_device_cache(assigned, plan, plan.offload.cache_bytes or 0)
 
 
