@@ -282,7 +282,7 @@ MUTATIONS = [
     Mutation(
         "sum-by-distance",
         "onefold/comm/exchange.py",
-        "[pieces[rank] for rank in range(self.group.size)]",
+        "[pieces[rank] for rank in range(group.size)]",
         "list(pieces.values())",
         "test_exactness.py -k one_tree",
     ),
