@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from onefold.comm import Group
 from onefold.log import logger
 
 
 class ResumableLoader(DataLoader[Any]):
     """A data loader for this rank's part of a dataset, in the same shuffled order on every rank.
 
-    An iterable dataset has to distribute its samples itself.
+    An iterable dataset has to distribute its samples itself. `part` maps a batch to this rank's part of it, if several
+    ranks share batches.
 
     The position of the newest iterator is a number of samples over all ranks. The sampler distributes one shuffled list
     round-robin, so the consumed samples are a prefix of that list for any number of ranks. When it resumes on W ranks,
@@ -28,13 +28,23 @@ class ResumableLoader(DataLoader[Any]):
     resumed by reading and discarding batches, unless it has `state_dict` and `load_state_dict` and no workers.
     """
 
-    def __init__(self, dataset: Dataset[Any], group: Group, *, drop_last: bool = False, **options: Any) -> None:
-        self.world_size = group.size
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_shares: int,
+        share: int,
+        *,
+        part: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        self.world_size = num_shares
+        self._part = part
         self._progress = _Progress()
         self._loaded: dict[str, Any] | None = None
         self._shares: _Sampler | None = None
         if not isinstance(dataset, IterableDataset):
-            self._shares = _Sampler(dataset, group.size, group.rank, shuffle=True, drop_last=drop_last)
+            self._shares = _Sampler(dataset, num_shares, share, shuffle=True, drop_last=drop_last)
         super().__init__(dataset, sampler=self._shares, drop_last=drop_last, **options)
 
     def __iter__(self) -> Any:
@@ -152,7 +162,7 @@ class _Batches:
             progress.samples = min(progress.samples, shares.num_samples)
         if progress.epoch is None:
             progress.epoch = shares.epoch if shares is not None else 0
-        return batch
+        return loader._part(batch) if loader._part is not None else batch
 
     def _begin(self, state: dict[str, Any] | None, *, is_drawn: bool) -> None:
         """Start torch's iterator at a saved position.

@@ -62,13 +62,9 @@ def initialize(
     """
     if model is None:
         raise ConfigError("initialize needs a model. Pass model=.")
-    if mpu is not None or mesh_param is not None:
-        raise ValueError(
-            "mpu and mesh_param request tensor or sequence parallelism, which is not supported. Leave them out."
-        )
     if dist.is_initialized():
         world_detector()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
-    settings = read_config(_config_source(args, config, config_params))
+    settings = _with_mesh(read_config(_config_source(args, config, config_params)), mpu, mesh_param)
     check_built(settings)
     init_distributed(
         distributed_port=distributed_port,
@@ -151,6 +147,28 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     if config is not None and from_args is not None and config != from_args:
         raise ConfigError(f"two configs are given: config= and --deepspeed_config {from_args}. Pass one of them.")
     return given[0]
+
+
+def _with_mesh(settings: Config, mpu: Any, mesh_param: Any) -> Config:
+    """Return the config with the sequence parallelism that DeepSpeed's arguments `mpu` or `mesh_param` ask for.
+
+    `mpu` is an object with Megatron's methods, `mesh_param` the numbers of ranks for data and for one sequence.
+    """
+    sizes = {
+        name: method()
+        for name in ("tensor_model_parallel", "model_parallel", "pipe_parallel", "sequence_parallel")
+        if (method := getattr(mpu, f"get_{name}_world_size", None)) is not None
+    }
+    size = sizes.pop("sequence_parallel", 1)
+    others = [name for name, other in sizes.items() if other != 1]
+    if others or (mpu is not None and size == 1 and not sizes):
+        raise ValueError(f"mpu: {', '.join(others) or type(mpu).__name__} is not supported. Leave mpu out.")
+    if mesh_param is not None:
+        size = tuple(mesh_param)[1]
+    given = settings.sequence_parallel_size
+    if size != 1 and given not in (1, size):
+        raise ValueError(f"sequence_parallel_size is {given} in the config, but {size} in mpu or mesh_param. Use one.")
+    return replace(settings, sequence_parallel_size=max(size, given))
 
 
 def _log_notices(notices: Iterable[str], *, speaks: bool) -> None:

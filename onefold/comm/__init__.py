@@ -24,7 +24,15 @@ from onefold.comm.exchange import Exchange
 from onefold.comm.fake_group import FakeGroup, make_fake_collective
 from onefold.comm.guard import Disagreement, Guard
 from onefold.comm.hang_detector import world_detector
-from onefold.comm.mesh import Group, data_group, init_distributed, local_device, local_rank, num_ranks_on_node
+from onefold.comm.mesh import (
+    Group,
+    data_group,
+    init_distributed,
+    local_device,
+    local_rank,
+    num_ranks_on_node,
+    sequence_group,
+)
 from onefold.comm.native import AllToAll, Native
 from onefold.comm.quantized import Quantized, Wires
 from onefold.comm.replicated import Replicated
@@ -63,6 +71,7 @@ __all__ = [
     "make_collective",
     "num_comparisons",
     "num_ranks_on_node",
+    "sequence_group",
     "world_detector",
 ]
 

@@ -21,7 +21,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from onefold.comm.hang_detector import world_detector
 from onefold.comm.nodes import Nodes
 
-DATA_AXIS = "data"
+DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
 # The ledger's group for traffic between nodes.
 ACROSS = "across"
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -305,6 +305,36 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
         nodes = Nodes.of_size(node_size, nodes.num_ranks)
     process_group = mesh.get_group(DATA_AXIS) if mesh.device_type == "cuda" else host
     return Group(DATA_AXIS, process_group, host, nodes, replicas)
+
+
+_sequence_groups: dict[int, tuple[dist.ProcessGroup, Group]] = {}
+
+
+def sequence_group(size: int, data: Group) -> Group:
+    """Return the group of `size` neighbouring ranks of `data` that have the parts of the same sequences.
+
+    It is made once per process group and size. All ranks call this together.
+    """
+    if data.is_fake:
+        return replace(data, axis=SEQUENCE_AXIS, nodes=data.nodes.among(0, size), replicas=1)
+    world = dist.group.WORLD
+    assert world is not None, "init_distributed comes first"
+    found = _sequence_groups.get(size)
+    if found is not None and found[0] is world:
+        return found[1]
+    kind = "nccl" if "nccl" in str(dist.get_backend()) else "gloo"
+    first = data.rank - data.rank % size
+    own: dict[str, dist.ProcessGroup] = {}
+    with world_detector().waiting_for("the process groups"):
+        for start in range(0, data.size, size):
+            ranks = list(range(start, start + size))
+            for backend in dict.fromkeys((kind, "gloo")):
+                group = dist.new_group(ranks, backend=backend, timeout=timeout_of(world))
+                if start == first:
+                    own[backend] = group
+    group = Group(SEQUENCE_AXIS, own[kind], own["gloo"], data.nodes.among(first, size))
+    _sequence_groups[size] = world, group
+    return group
 
 
 def timeout_of(world: dist.ProcessGroup) -> timedelta:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onefold.compat import groups
 from onefold.compat.comm import get_world_rank_from_launcher
 from onefold.compat.config_models import get_zero_config
 from onefold.compat.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
@@ -36,7 +37,10 @@ _PLAIN = (
 
 
 def read_config(source: Any) -> Any:
-    """Read a config as DeepSpeed does: a top-level key that resembles no known key is a warning, once."""
+    """Read a config as DeepSpeed does: a top-level key that resembles no known key is a warning, once.
+
+    Sequences are divided if `groups.mpu` was set.
+    """
     config = load_config(source, lists_unknown=True)
     rank = dist.get_rank() if dist.is_initialized() else get_world_rank_from_launcher()
     for name in config.unknown if rank == 0 else ():
@@ -45,7 +49,8 @@ def read_config(source: Any) -> Any:
             "with an underscore to mark a comment",
             name,
         )
-    return config
+    size = groups._get_sequence_parallel_world_size()
+    return replace(config, sequence_parallel_size=size) if config.sequence_parallel_size == 1 else config
 
 
 class DeepSpeedConfig:

@@ -175,8 +175,9 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.sequence_parallel.ulysses_sp": {
         "activation_checkpointing": "TiledMLP",
-        "not_offered": "UlyssesSPAttentionHF",
+        "ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
+    "runtime.sequence_parallel.parallel_state_sp": {"ulysses": "initialize_sequence_parallel"},
     "runtime.swap_tensor": {"constants": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {"onefold.report.memory_usage": "memory_status see_memory_usage"},
     "runtime.zero": {
@@ -352,11 +353,9 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     "sample files of token ids": {
         "runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset MMapIndexedDatasetBuilder",
     },
-    "sequence parallelism": {
-        "runtime.sequence_parallel.parallel_state_sp": "initialize_sequence_parallel",
+    "this part of sequence parallelism": {
         "runtime.sequence_parallel.ulysses_sp": """
-            UlyssesSPDataLoaderAdapter UlyssesSPAttention SequenceTiledCompute TiledFusedLogitsLoss
-            sequence_tiled_compute
+            UlyssesSPAttention SequenceTiledCompute TiledFusedLogitsLoss sequence_tiled_compute
         """,
         "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
         "sequence.fpdt_layer": "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss SequenceChunk",

@@ -17,6 +17,7 @@ from torch import nn
 from onefold import start
 from onefold.checkpoint.format.folder import SCRIPT, SCRIPT_NAME
 from onefold.checkpoint.saving.rank_shard_writer import SaveError
+from onefold.compat import groups
 from onefold.compat.config import DeepSpeedConfig, read_config
 from onefold.compat.config_models import ZeroStageEnum
 from onefold.compat.engine_getters import EngineGetters
@@ -54,6 +55,7 @@ class DeepSpeedEngine(EngineGetters):
     ) -> None:
         _check_as_deepspeed(plan, chosen, DeepSpeedConfig(kwargs["config"]))
         super().__init__(model, plan, batch, chosen, *args, **kwargs)
+        self.sequence_parallel.in_evaluation = not getattr(groups.mpu, "disable_in_eval", False)
         self._saver.pointer_files += self._checkpoint_file_names()
         # Lightning saves at the end of an epoch, also inside an accumulation window, and reads state dicts of sharded
         # modules whose values it drops.
@@ -214,8 +216,8 @@ class DeepSpeedEngine(EngineGetters):
         """Return a context for several backwards before a step. Their gradients are reduced one by one."""
         return super().no_sync()
 
-    def get_sequence_parallel_group(self) -> None:
-        return None
+    def get_sequence_parallel_group(self) -> Any:
+        return self.seq_parallel_group
 
     def is_first_weights_partition_group(self) -> bool:
         return self.state.group.rank < self.plan.num_shards

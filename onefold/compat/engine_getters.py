@@ -64,7 +64,16 @@ class EngineGetters(Engine):
 
     @property
     def dp_world_size(self) -> int:
-        return self.state.group.size
+        return self.batch.world
+
+    @property
+    def seq_dp_group(self) -> dist.ProcessGroup:
+        return self.data_parallel_group
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        group = self.sequence_parallel.ranks.group
+        return group.process_group if group is not None else None
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:

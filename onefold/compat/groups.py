@@ -1,4 +1,4 @@
-"""Groups of ranks. There is one: data parallelism over all of them."""
+"""Groups of ranks: data parallelism over all of them, and neighbouring ranks that compute parts of sequences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+# The groups of sequence parallelism (`ulysses.SequenceMesh`), which new engines use; None without it.
 mpu: Any = None
 
 
@@ -29,14 +30,26 @@ def _zero() -> int:
     return 0
 
 
+def _get_sequence_parallel_group() -> Any:
+    return mpu.get_sequence_parallel_group() if mpu is not None else None
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return int(mpu.get_sequence_parallel_world_size()) if mpu is not None else 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return int(mpu.get_sequence_parallel_rank()) if mpu is not None else 0
+
+
 get_data_parallel_group = _get_sequence_data_parallel_group = _clone_world_group = _get_data_parallel_group
 get_data_parallel_world_size = _get_data_parallel_world_size = dist.get_world_size
 get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = dist.get_rank
 _get_sequence_data_parallel_world_size = dist.get_world_size
 get_tensor_model_parallel_world_size = get_model_parallel_world_size = _get_model_parallel_world_size = _one
-_get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
-get_tensor_model_parallel_rank = get_model_parallel_rank = _get_sequence_parallel_rank = _zero
-get_tensor_model_parallel_group = get_model_parallel_group = _get_sequence_parallel_group = _none
+_get_expert_model_parallel_world_size = _one
+get_tensor_model_parallel_rank = get_model_parallel_rank = _zero
+get_tensor_model_parallel_group = get_model_parallel_group = _none
 _get_broadcast_src_rank = _zero
 
 

@@ -43,17 +43,3 @@ def class_of(name: str, what: str, module: str) -> type:
         bases = (NotOffered, Exception) if name.endswith("Error") else (NotOffered,)
         _made[name, what] = _Explained(name, bases, {"what": what, "__module__": module})
     return _made[name, what]
-
-
-class UlyssesSPAttentionHF(NotOffered):
-    """Sequence parallelism. Tools also register a size of 1, which means that there is none."""
-
-    what = "sequence parallelism"
-
-    @classmethod
-    def register_with_transformers(
-        cls, model_name_or_path: Any, core_attn_implementation: str, sequence_parallel_size: int, *_: Any, **__: Any
-    ) -> None:
-        if sequence_parallel_size != 1:
-            what = f"{cls.what} (sequence_parallel_size = {sequence_parallel_size})"
-            raise NotOfferedError(explain(f"{cls.__name__}.register_with_transformers", what))

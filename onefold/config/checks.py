@@ -5,7 +5,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
@@ -18,6 +18,7 @@ from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 from onefold.errors import ConfigError
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_SEQUENCE = "sequence_parallel_size"
 
 
 @dataclass
@@ -351,7 +352,10 @@ def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """Consistent batch sizes: `train` = `micro` x `accumulation` x `world`."""
+    """Consistent batch sizes: `train` = `micro` x `accumulation` x `world`.
+
+    `world` is the number of ranks with different samples: the ranks of a sequence count once.
+    """
 
     train: int
     micro: int
@@ -367,6 +371,8 @@ def solve_batch(config: Config, world_size: int) -> Batch:
     """
     if world_size < 1:
         raise ConfigError(f"the world size is {world_size}. Pass at least 1.")
+    _check_divides(world_size, {_SEQUENCE: config.sequence_parallel_size})
+    world_size //= config.sequence_parallel_size
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -424,14 +430,11 @@ def check_topology(config: Config, world_size: int) -> None:
             'onefold.node_sums_dtype = "fp16" needs fp16.enabled, because sums overflow without a loss scale. Use '
             '"bf16" or "fp32".'
         )
-    sizes = {"onefold.node_size": config.onefold.node_size}
+    sizes = {"onefold.node_size": config.onefold.node_size, _SEQUENCE: config.sequence_parallel_size}
     if zero.stage == 3:
         sizes["zero_optimization.zero_hpz_partition_size"] = zero.zero_hpz_partition_size
         sizes["zero_optimization.mics_shard_size"] = max(zero.mics_shard_size, 0)
-    for path, size in sizes.items():
-        if size and world_size % size:
-            fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job. Use one of {fit}.")
+    _check_divides(world_size, sizes)
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:
@@ -443,6 +446,14 @@ def check_topology(config: Config, world_size: int) -> None:
                 f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
                 f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
             )
+
+
+def _check_divides(world_size: int, sizes: Mapping[str, int | None]) -> None:
+    """Raise unless the sizes of groups, by key, divide the number of ranks."""
+    for path, size in sizes.items():
+        if size and world_size % size:
+            fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job. Use one of {fit}.")
 
 
 def num_replicas(config: Config, world_size: int) -> int:

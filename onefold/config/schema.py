@@ -198,7 +198,7 @@ class Config:
     seq_parallel_communication_data_type: Dtype = noticed(
         "fp32",
         "Data type in which gradients are communicated with sequence parallelism.",
-        "there is no sequence parallelism here",
+        "gradients of all ranks are reduced in communication_data_type",
     )
     sparse_gradients: bool = refused(
         False, "Communicate sparse gradients.", "onefold stores gradients in flat dense buffers; leave it out"
@@ -234,14 +234,17 @@ class Config:
     graph_harvesting: bool = noticed(
         False, "Capture the optimizer step in CUDA graphs.", "the step is already a few fused kernels"
     )
-    sequence_parallel_size: int = refused(
+    sequence_parallel_size: int = key(
         1,
-        "Size of the sequence-parallel group.",
-        "sequence parallelism is outside onefold's scope; leave it out",
+        "Number of neighbouring ranks that compute parts of the same sequences and exchange attention heads. "
+        "`engine.sequence_parallel` divides batches. It must divide the number of ranks and of attention heads.",
         minimum=1,
     )
     data_parallel_size: int | None = noticed(
-        None, "Size of the data-parallel group.", "data parallelism always spans all ranks", minimum=1
+        None,
+        "Size of the data-parallel group.",
+        "it follows from the number of ranks and sequence_parallel_size",
+        minimum=1,
     )
     use_data_before_expert_parallelism: bool = noticed(
         False, "Order of the mesh dimensions.", "there is no expert parallelism here"

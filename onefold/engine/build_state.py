@@ -18,6 +18,7 @@ from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.pool import Pool
 from onefold.runtime import Schedule, lay_out
+from onefold.sequence import make_sequence_parallel
 from onefold.window import AccumulationWindow
 
 
@@ -45,4 +46,5 @@ def build_state(
     left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained and id(p) not in shared]
     decision = StepDecision(plan, schedule)
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
-    return TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone)
+    sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
+    return TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence)

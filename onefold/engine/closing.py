@@ -64,6 +64,7 @@ class EngineParts:
             self.handles.clear()
         finally:
             self.compiled.restore()
+            self.state.sequence.close()
             if schedule.memory is not None:
                 schedule.memory.close()
             schedule.guard.close()  # last, because the guard watches the waits above

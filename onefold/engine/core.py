@@ -433,6 +433,7 @@ class Engine(nn.Module):
     local_rank = property(lambda self: local_rank(), doc="The rank of this process on its node.")
     global_rank = property(lambda self: dist.get_rank(), doc="The rank of this process.")
     world_size = property(lambda self: self.state.group.size, doc="The number of ranks.")
+    sequence_parallel = property(lambda self: self.state.sequence, doc="Parts of batches and their mean loss.")
 
     @property
     def batch(self) -> Batch:

@@ -17,6 +17,7 @@ from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.runtime import Schedule
+from onefold.sequence import SequenceParallel
 from onefold.window import AccumulationWindow
 
 
@@ -35,6 +36,7 @@ class TrainState:
     step: ShardedStep | None
     left_alone: list[nn.Parameter]
     """Parameters that require gradients and are in no optimizer group."""
+    sequence: SequenceParallel
     lr_scheduler: Any = None
     training_dataloader: Any = None
     global_steps: int = 0
@@ -128,7 +130,9 @@ class TrainState:
         """Return a loader of micro-batches over this rank's share of a dataset."""
         return ResumableLoader(
             dataset,
-            self.group,
+            self.group.size // self.sequence.size,
+            self.group.rank // self.sequence.size,
+            part=self.sequence.split if self.sequence.size > 1 else None,
             batch_size=batch_size or self.window.batch.micro,
             collate_fn=collate_fn,
             drop_last=self.plan.loop.drops_last_batch,

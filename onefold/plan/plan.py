@@ -237,6 +237,8 @@ class Plan:
     reduce_bucket: int = 500_000_000
     gather_bucket: int = 500_000_000
     limits: Limits = field(default_factory=Limits)
+    sequence_size: int = 1
+    """The number of neighbouring ranks that compute parts of the same sequences."""
     batch_chunks: int | None = 0
     """The number of chunks in which blocks compute a batch. None chooses it by the batch, 0 computes it whole."""
 
@@ -362,6 +364,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             unsharded=zero.stage3_max_live_parameters,
             reuse=zero.stage3_max_reuse_distance,
         ),
+        sequence_size=config.sequence_parallel_size,
         batch_chunks=own.batch_chunks,
     )
 
@@ -441,7 +444,9 @@ def _formats(config: Config) -> StateFormats:
 
 def _scaling(config: Config, world_size: int) -> Scaling:
     scales_loss = config.fp16.enabled or (config.torch_autocast.enabled and config.autocast_dtype == "fp16")
-    before = after = 1.0
+    before = 1.0
+    # The gradients of the ranks of a sequence add up to a multiple of the sum over sequences.
+    after = 1.0 / config.sequence_parallel_size
     if config.gradient_allreduce_op != "sum":
         before = 1.0 / world_size if config.prescale_gradients else 1.0 / config.gradient_predivide_factor
         after = 1.0 / (world_size * before)

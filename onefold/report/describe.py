@@ -80,7 +80,8 @@ def describe(
     frozen = sum(param.layout.numel for param in params if not param.trainable)
     persistent = sum(param.layout.numel for param in params if param.spec.persistent)
     dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
-    ranks = f"{batch.world} rank{'s' * (batch.world > 1)}"
+    num_ranks = plan.num_shards * plan.num_replicas
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
     model = f"{trained:,} trained parameters{f' and {frozen:,} frozen' if frozen else ''} in {len(units)} units"
     if optimizer is None:
         model = f"no optimizer: nothing will be trained ({trained + frozen:,} parameters in {len(units)} units)"
@@ -120,6 +121,9 @@ def describe(
         lines.append(f"device cache      gradients {format_bytes(gradients)}, parameters {format_bytes(parameters)}")
     if plan.steps_in_backward:
         lines.append("step in backward  " + _describe_early_step(specs, plan))
+    if plan.sequence_size > 1:
+        groups = f"{batch.world} group{'s' * (batch.world > 1)} of {plan.sequence_size} ranks"
+        lines.append(f"sequences         {groups}, each of which computes one micro-batch in parts")
     if plan.batch_chunks != 0:
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
         chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"

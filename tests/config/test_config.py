@@ -549,7 +549,6 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
         ({"sparse_gradients": True}, "sparse_gradients"),
         ({"max_grad_norm": 1.0}, "max_grad_norm = 1.0: it does not clip gradients; write gradient_clipping"),
         ({"autotuning": {"enabled": True}}, "autotuning.enabled = true: training does not search; `onefold tune`"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
         ({"pipeline": {"stages": 2}}, "pipeline"),
         ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,8 +66,7 @@ def as_list(items):
 
 
 def make(dataset, batch_size=3, world_size=1, rank=0, **options):
-    group = SimpleNamespace(size=world_size, rank=rank)
-    return ResumableLoader(dataset, group, batch_size=batch_size, collate_fn=as_list, **options)
+    return ResumableLoader(dataset, world_size, rank, batch_size=batch_size, collate_fn=as_list, **options)
 
 
 def resume(state, *args, **kwargs):

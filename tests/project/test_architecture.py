@@ -30,6 +30,7 @@ LAYERS = {
     "runtime": 2,
     "optim": 2,
     "loader": 2,
+    "sequence": 2,
     "tiled_loss": 2,
     "window": 2,
     "report": 3,

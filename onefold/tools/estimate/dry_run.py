@@ -149,13 +149,19 @@ def _step_with_passes(
     with mode:
         for at in range(engine.batch.accumulation):
             with as_on_cuda(mode.work):
-                engine.backward(loss_of(engine))
+                engine.backward(loss_of(_divided(engine)))
             if at == 0:
                 work = mode.work.copy()
             if window.at_boundary:
                 _step(engine, offloads=offloads)
             window.micro_steps += 1
     return PassTrace(account.moments, work)
+
+
+def _divided(engine: Engine) -> Callable[..., Any]:
+    """Return a function that calls the engine with its rank's part of a batch."""
+    split = engine.sequence_parallel.split
+    return (lambda *args, **kwargs: engine(*split(args), **split(kwargs))) if engine.plan.sequence_size > 1 else engine
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:

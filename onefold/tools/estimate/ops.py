@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from onefold.sequence import dispatch
+
 ATTENTION = "flash attention is assumed: the scores are not stored"
 # Repetitions of one op, and seconds after which a slow op is not repeated.
 _REPEATS, _PATIENCE = 12, 0.1
@@ -129,12 +131,12 @@ def as_on_cuda(work: Work) -> Iterator[None]:
 
     The functions themselves are patched, because a torch function mode would not see recomputed forwards.
     """
-    before = F.scaled_dot_product_attention, F.dropout
-    F.scaled_dot_product_attention, F.dropout = partial(_attend, work), _drop_out
+    before, F.dropout = F.dropout, _drop_out
     try:
-        yield
+        with dispatch.replaced(partial(_attend, work)):
+            yield
     finally:
-        F.scaled_dot_product_attention, F.dropout = before
+        F.dropout = before
 
 
 def _drop_out(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

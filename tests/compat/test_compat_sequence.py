@@ -1,0 +1,48 @@
+"""Sequence parallelism by the switches of accelerate and transformers, on ranks under DeepSpeed's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.program
+
+SCRIPT = Path(__file__).with_name("sequence_script.py")
+REGISTER = """
+import runpy, sys, onefold
+onefold.register_as_deepspeed()
+sys.argv = sys.argv[1:]
+runpy.run_path({!r}, run_name="__main__")
+"""
+
+
+def trained(tmp_path: Path, name: str) -> dict[str, Any]:
+    """What the script prints on two ranks."""
+    pytest.importorskip("accelerate")
+    start = tmp_path / "start.py"
+    start.write_text(REGISTER.format(str(SCRIPT)))
+    command = ["-m", "onefold.tools.cli.main", "launch", "--nproc", "2", str(start), "script", name, "2", str(tmp_path)]
+    environment = os.environ | {"ACCELERATE_USE_DEEPSPEED": "true"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if "RESULT" in line]
+    found: dict[str, Any] = json.loads(line.split("RESULT ", 1)[1])
+    return found
+
+
+@pytest.mark.parametrize("name", ["accelerate", pytest.param("trainer", marks=pytest.mark.slow)])
+def test_parts_of_sequences_train_as_whole_ones_in_plain_torch(tmp_path, name):
+    """Check losses and weights under SGD, with samples in which one rank has no labels."""
+    found = trained(tmp_path, name)
+    assert found["losses"] == pytest.approx(found["plain"], rel=1e-5)
+    assert found["difference"] < 1e-5
+    if name == "trainer":
+        assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], rel=1e-5)
