@@ -24,8 +24,8 @@ from onefold.sequence import dispatch, transformers_models
 from onefold.sequence.attention import AttentionOptions, SequenceLayout, attend
 from onefold.sequence.heads import gather_heads, scatter_heads
 from onefold.sequence.parts import IGNORED, split_batch
-from onefold.sequence.ranks import SequenceRanks
 from onefold.sequence.sequence_loader import SequenceLoader
+from onefold.sequence.sequence_ranks import SequenceRanks
 
 
 class SequenceParallel:

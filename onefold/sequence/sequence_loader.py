@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from onefold.sequence.parts import split_batch
-from onefold.sequence.ranks import SequenceRanks
+from onefold.sequence.sequence_ranks import SequenceRanks
 
 
 class SequenceLoader:

@@ -166,10 +166,10 @@ def test_what_is_not_offered_says_so_when_it_is_used(installed):
         """
         from deepspeed.moe.layer import MoE
         from deepspeed.pipe import PipelineModule
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttention
         class Mine(PipelineModule):
             pass
-        for kind, text in ((MoE, "expert-parallel"), (Mine, "pipeline"), (UlyssesSPAttentionHF, "sequence")):
+        for kind, text in ((MoE, "expert-parallel"), (Mine, "pipeline"), (UlyssesSPAttention, "sequence")):
             try:
                 kind(1, a=2)
             except NotImplementedError as error:
@@ -183,15 +183,14 @@ def test_what_is_not_offered_says_so_when_it_is_used(installed):
 
 def test_an_attribute_of_what_is_not_offered_says_so_too():
     from onefold.compat.deepspeed.pipe import PipelineModule
-    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute, UlyssesSPAttentionHF
+    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute
 
-    with pytest.raises(NotImplementedError, match=r"SequenceTiledCompute\.apply: onefold does not support sequence"):
+    with pytest.raises(
+        NotImplementedError, match=r"SequenceTiledCompute\.apply: onefold does not support this part of sequence"
+    ):
         SequenceTiledCompute.apply(1, 2)
     with pytest.raises(NotImplementedError, match=r"PipelineModule\.to: onefold does not support pipeline"):
         type("Mine", (PipelineModule,), {}).mro()[1].to("cpu")
-    assert UlyssesSPAttentionHF.register_with_transformers("model", "sdpa", sequence_parallel_size=1) is None
-    with pytest.raises(NotImplementedError, match="sequence_parallel_size = 2"):
-        UlyssesSPAttentionHF.register_with_transformers("model", "sdpa", sequence_parallel_size=2, micro_batch_size=1)
 
 
 def test_looking_at_what_is_not_offered_is_harmless():

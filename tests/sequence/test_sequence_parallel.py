@@ -130,7 +130,9 @@ def train_in_parts(
 ) -> dict[str, Any]:
     """Train on this rank's parts; compare the whole run with plain torch, and return weights for other comparisons."""
     model = globals()[make](*arguments[:-1], **arguments[-1])
-    reference, replicas = copy.deepcopy(model), world // size
+    reference, replicas, tiled = copy.deepcopy(model), world // size, options.pop("tiled", False)
+    if tiled:
+        onefold.use_tiled_loss(model, 2)
     clipping = keys.get("gradient_clipping", 0.0)
     settings = config(stage, sequence_parallel_size=size, optimizer=SGD, train_micro_batch_size_per_gpu=MICRO, **keys)
     engine = start(model, settings)
@@ -161,7 +163,7 @@ def train_in_parts(
 
 
 def run(on_ranks: Any, world: int, make: str, *arguments: Any, size: int = 2, stage: int = 3, **more: Any) -> list[Any]:
-    options = {name: more.pop(name) for name in ("packed", "prompt") if name in more}
+    options = {name: more.pop(name) for name in ("packed", "prompt", "tiled") if name in more}
     model_options = {name: more.pop(name) for name in ("recomputes", "sliding_window") if name in more}
     found: list[Any] = on_ranks(
         world, train_in_parts, make, (*arguments, model_options), size, stage, world, options, more
@@ -204,6 +206,47 @@ def test_packed_samples(on_ranks, recomputes):
 @pytest.mark.parametrize("packed", [False, True])
 def test_sliding_windows(on_ranks, packed):
     run(on_ranks, 2, "transformers_model", "Mistral", 4, 2, sliding_window=5, packed=packed)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"onefold": {"batch_chunks": 2}},
+        more({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        more({"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}),
+        {"onefold": {"collective": "native"}},
+        more({"gradient_allreduce_op": "sum"}),
+    ],
+    ids=str,
+)
+def test_other_features_at_the_same_time(on_ranks, keys):
+    """Check chunks of the batch, offload, another collective and sums of gradients, with a tiled loss."""
+    run(on_ranks, 2, "transformers_model", "Llama", 4, 2, tiled=True, **keys)
+
+
+def lora() -> None:
+    peft = pytest.importorskip("peft")
+    models = []
+    for _ in range(2):
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        models.append(peft.get_peft_model(transformers_model("Llama", 4, 2), adapters))
+    models[1].load_state_dict(models[0].state_dict())
+    settings = config(3, sequence_parallel_size=2, optimizer=SGD, train_micro_batch_size_per_gpu=MICRO)
+    engine = start(models[0], settings)
+    part = engine.sequence_parallel.split(samples(0, 0))
+    loss = engine.sequence_parallel.mean_loss(engine(**part).loss, part["labels"])
+    engine.backward(loss)
+    engine.step()
+    expected = models[1](**samples(0, 0)).loss
+    expected.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    norms = [p.grad.norm() for p in models[1].parameters() if p.grad is not None]
+    assert engine.get_global_grad_norm() == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4)
+    engine.destroy()
+
+
+def test_adapters(on_ranks):
+    on_ranks(2, lora)
 
 
 def stages_side_by_side(size: int) -> dict[int, Any]:
@@ -277,7 +320,8 @@ def net_without_attention() -> nn.Module:
 def test_what_is_not_divided_is_refused_by_name(on_ranks):
     names = [
         "without position_ids", "pad_to_multiple_of", "only masks of padding",
-        "attention_mask must be a mask of padding", "padding_side", "inputs of different shapes", "does not divide the 2 ranks", "attention heads of the model",
+        "attention_mask must be a mask of padding", "padding_side", "inputs of different shapes",
+        "does not divide the 2 ranks", "attention heads of the model",
         "neither torch's scaled_dot_product_attention",
     ]  # fmt: skip
     for found in on_ranks(2, refusals):
