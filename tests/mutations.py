@@ -1211,4 +1211,40 @@ MUTATIONS = [
         "foreign = []",
         "test_batch_chunks.py -k capturing",
     ),
+    # -- sequence parallelism -----------------------------------------------------------------------------------
+    Mutation(
+        "sequence-mean-factor",
+        "onefold/sequence/parallel.py",
+        "ctx.factor = (parallel.size * count / total)",
+        "ctx.factor = (count / total)",
+        "test_sequence_parallel.py -k sdpa",
+    ),
+    Mutation(
+        "sequence-sum-of-gradients",
+        "onefold/plan/plan.py",
+        "after = 1.0 / config.sequence_parallel_size",
+        "after = 1.0",
+        "test_sequence_parallel.py -k sum",
+    ),
+    Mutation(
+        "sequence-documents",
+        "onefold/sequence/attention.py",
+        "breaks = position_ids.diff(dim=1) != 1",
+        "breaks = position_ids.diff(dim=1) > 1",
+        "test_sequence_parallel.py -k packed",
+    ),
+    Mutation(
+        "sequence-window",
+        "onefold/sequence/attention.py",
+        "(ahead > -window)",
+        "(ahead >= -window)",
+        "test_sequence_parallel.py -k sliding",
+    ),
+    Mutation(
+        "sequence-shapes",
+        "onefold/sequence/parallel.py",
+        "if any(other != rows[0] for other in rows):",
+        "if False:",
+        "test_sequence_parallel.py -k refused_by_name",
+    ),
 ]

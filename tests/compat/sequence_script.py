@@ -106,7 +106,8 @@ def with_trainer(size: int, folder: str) -> dict[str, Any]:
     Without a GPU, Trainer takes each rank for the only one, so that all ranks of a sequence load the same samples.
     """
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=1, max_steps=4, max_grad_norm=100.0, logging_steps=1, report_to=[], save_strategy="no",
+        folder, per_device_train_batch_size=1, max_steps=4, max_grad_norm=100.0, logging_steps=1, report_to=[],
+        save_strategy="no",
         parallelism_config=parallelism(size), lr_scheduler_type="constant", learning_rate=RATE, ddp_backend="gloo",
         deepspeed={
             "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "zero_optimization": {"stage": 2},

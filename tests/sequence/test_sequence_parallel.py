@@ -214,8 +214,8 @@ def test_sliding_windows(on_ranks, packed):
         {"onefold": {"batch_chunks": 2}},
         more({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
         more({"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}),
-        {"onefold": {"collective": "native"}},
-        more({"gradient_allreduce_op": "sum"}),
+        more({"onefold": {"collective": "native"}}),
+        {"gradient_allreduce_op": "sum"},
     ],
     ids=str,
 )
