@@ -147,3 +147,47 @@ class TiledMLP:
         positions = x.transpose(0, 1)
         found = ChunkedCall("TiledMLP", by_position, (positions,), {}).run(shards, [positions], [*module.parameters()])
         return found.transpose(0, 1)
+
+
+class SequenceTiledCompute:
+    """A function of parts of the sequence, whose activations are computed again for each part."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Any],
+        seqlen: int,
+        shards: int,
+        kwargs_to_shard: dict[str, Any],
+        kwargs_to_pass: dict[str, Any],
+        grad_requiring_tensor_key: str,
+        compute_params: Any = None,
+        output_unshard_dimension: int = 1,
+        output_reduction: str | None = "mean",
+    ) -> Any:
+        """Return `fn` of tensors that are divided into `shards` parts along their second dimension.
+
+        A part returns a value of each token, or a scalar. Scalars are reduced ("mean" or "sum" over the parts).
+        """
+        names = [*kwargs_to_shard]
+        inputs = tuple(kwargs_to_shard[name].transpose(0, 1) for name in names)
+        if output_reduction not in (None, "mean", "sum") or any(len(each) != seqlen for each in inputs):
+            raise ValueError(
+                f"sequence_tiled_compute: output_reduction is {output_reduction!r}, and tensors have "
+                f"{[len(each) for each in inputs]} tokens. Pass None, mean or sum, and tensors of {seqlen} tokens."
+            )
+
+        def of_part(*parts: Any) -> Any:
+            given = {name: part.transpose(0, 1) for name, part in zip(names, parts, strict=True)}
+            found = fn(**given, **kwargs_to_pass)
+            if output_reduction is None:
+                return found.transpose(0, output_unshard_dimension)
+            return (found / len(parts[0])).expand(len(parts[0]))  # of each token, so that parts can be joined
+
+        call = ChunkedCall("sequence_tiled_compute", of_part, inputs, {})
+        found = call.run(shards, inputs, list(compute_params or ()))
+        if output_reduction is None:
+            return found.transpose(0, output_unshard_dimension)
+        return found.sum() / (min(shards, seqlen) if output_reduction == "mean" else 1)
+
+
+sequence_tiled_compute = SequenceTiledCompute.apply

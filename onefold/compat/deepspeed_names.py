@@ -174,7 +174,7 @@ NAMES: dict[str, dict[str, str]] = {
         """,
     },
     "runtime.sequence_parallel.ulysses_sp": {
-        "activation_checkpointing": "TiledMLP",
+        "activation_checkpointing": "SequenceTiledCompute TiledMLP sequence_tiled_compute",
         "ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "runtime.sequence_parallel.parallel_state_sp": {"ulysses": "initialize_sequence_parallel"},
@@ -355,7 +355,7 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     },
     "this part of sequence parallelism": {
         "runtime.sequence_parallel.ulysses_sp": """
-            UlyssesSPAttention SequenceTiledCompute TiledFusedLogitsLoss sequence_tiled_compute
+            UlyssesSPAttention TiledFusedLogitsLoss
         """,
         "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
         "sequence.fpdt_layer": "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss SequenceChunk",

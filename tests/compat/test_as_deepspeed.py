@@ -183,12 +183,12 @@ def test_what_is_not_offered_says_so_when_it_is_used(installed):
 
 def test_an_attribute_of_what_is_not_offered_says_so_too():
     from onefold.compat.deepspeed.pipe import PipelineModule
-    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute
+    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     with pytest.raises(
-        NotImplementedError, match=r"SequenceTiledCompute\.apply: onefold does not support this part of sequence"
+        NotImplementedError, match=r"TiledFusedLogitsLoss\.apply: onefold does not support this part of sequence"
     ):
-        SequenceTiledCompute.apply(1, 2)
+        TiledFusedLogitsLoss.apply(1, 2)
     with pytest.raises(NotImplementedError, match=r"PipelineModule\.to: onefold does not support pipeline"):
         type("Mine", (PipelineModule,), {}).mro()[1].to("cpu")
 
@@ -901,3 +901,28 @@ def test_the_launcher_reaches_the_nodes_of_a_hostfile_by_ssh(tmp_path):
     assert sorted((tmp_path / "nodes").read_text().split()) == ["127.0.0.1", "127.0.0.1", "localhost"]  # one to try
     done = deepspeed(tmp_path, "--hostfile", "hosts", "--master_port", port, "nothing.py", PATH=path)
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", None])
+def test_a_function_of_parts_of_the_sequence(reduction):
+    """Check values and gradients of `sequence_tiled_compute`, whose parts have different lengths."""
+    from onefold.compat.deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute
+
+    torch.manual_seed(0)
+    head, x = torch.nn.Linear(4, 6), torch.randn(2, 7, 4, requires_grad=True)
+    targets = torch.randint(0, 6, (2, 7))
+
+    def of_part(x: Any, targets: Any, scale: float) -> Any:
+        losses = torch.nn.functional.cross_entropy(head(x).flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape) * scale if reduction is None else losses.mean() * scale
+
+    parts = [of_part(x[:, start:stop], targets[:, start:stop], 2.0) for start, stop in ((0, 3), (3, 5), (5, 7))]
+    joined = torch.cat(parts, 1) if reduction is None else getattr(torch.stack(parts), str(reduction))()
+    found = sequence_tiled_compute(
+        of_part, 7, 3, {"x": x, "targets": targets}, {"scale": 2.0}, "x", [*head.parameters()], 1, reduction
+    )
+    torch.testing.assert_close(found, joined)
+    inputs = [x, *head.parameters()]
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(joined.sum(), inputs))
+    with pytest.raises(ValueError, match="tensors of 8 tokens"):
+        sequence_tiled_compute(of_part, 8, 3, {"x": x}, {}, "x")
