@@ -62,7 +62,8 @@ class DeepSpeedConfig:
         self.settings = settings = load_config(read_config(config))  # a Config passes through, with its type
         self._param_dict: dict[str, Any] = settings.raw
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        # Without a process group, the batch is that of the smallest job: one sequence at a time.
+        self.world_size = dist.get_world_size() if dist.is_initialized() else settings.sequence_parallel_size
         self.train_batch_size = settings.train_batch_size
         self.train_micro_batch_size_per_gpu = settings.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps = settings.gradient_accumulation_steps
