@@ -1,6 +1,6 @@
 """Reading of DeepSpeed's JSON or Accelerate's YAML into a frozen `Config`, without tensors or process groups."""
 
-from onefold.config.checks import Batch, check_topology, num_replicas, solve_batch
+from onefold.config.checks import Batch, check_topology, fp8_gather_conflict, num_replicas, solve_batch
 from onefold.config.read import check_built, load_config
 from onefold.config.schema import ActivationCheckpointing, Aio, Config
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
@@ -8,5 +8,6 @@ from onefold.errors import ConfigError
 
 __all__ = [
     "ActivationCheckpointing", "Aio", "Batch", "Config", "ConfigError", "LeafModule", "OffloadOptimizer",
-    "OffloadParam", "check_built", "check_topology", "load_config", "num_replicas", "solve_batch",
+    "OffloadParam", "check_built", "check_topology", "fp8_gather_conflict", "load_config", "num_replicas",
+    "solve_batch",
 ]  # fmt: skip

@@ -139,6 +139,8 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f"data_types.param_dtype = {wanted}, but fp16.enabled and bf16.enabled select {has}. {fix}."
     if bf16.enabled and bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         yield "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads. Set both, or onefold.state_dtype."
+    if config.fp8.enabled and config.fp8.all_gather and (conflict := fp8_gather_conflict(config)):
+        yield f"fp8.all_gather is true, but {conflict}. Leave one of them out."
     yield from _state_contradictions(config)
     masters = {"fp16": fp16.fp16_master_weights_and_grads, "bf16": bf16.bf16_master_weights_and_grads}
     for name, on in masters.items():
@@ -195,6 +197,32 @@ def _state_contradictions(config: Config) -> Iterator[str]:
     name = config.optimizer.type if config.optimizer is not None else ""
     if is_8bit(name) and bf16.enabled and bf16.bf16_optimizer_states:
         yield f"optimizer.type = {name} selects 8-bit states, but bf16.bf16_optimizer_states is set. Keep one of them."
+
+
+def fp8_gather_conflict(config: Config) -> str | None:
+    """Return the key that excludes all-gathers in FP8, or None."""
+    zero, fp8 = config.zero_optimization, config.fp8
+    return next(
+        (
+            f"{name} = {value}"
+            for name, value, excludes in (
+                ("fp8.recipe", fp8.recipe, fp8.recipe == "rowwise"),
+                (
+                    "zero_optimization.offload_param.device",
+                    zero.offload_param.device,
+                    zero.offload_param.device != "none",
+                ),
+                (
+                    "zero_optimization.zero_hpz_partition_size",
+                    zero.zero_hpz_partition_size,
+                    zero.zero_hpz_partition_size > 1,
+                ),
+                ("zero_optimization.zero_quantized_weights", "true", zero.zero_quantized_weights),
+            )
+            if excludes
+        ),
+        None,
+    )
 
 
 # -- notices and refusals for the given keys -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from onefold.config.keys import Dtype, key, noticed, refused
 
@@ -48,6 +49,31 @@ class Bf16:
         False, "Keep optimizer states in bf16, with stochastic rounding at every step."
     )
     loss_scale: float | None = noticed(None, "Loss scale.", "bf16 has the range of fp32 and needs no loss scale")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Matrix products of linear layers in FP8 with dynamic scales. Weights and master weights keep their data types."""
+
+    enabled: bool = key(False, "Multiply in FP8 in the `nn.Linear` layers of the model.")
+    recipe: Literal["tensorwise", "rowwise"] = _if_enabled(
+        "tensorwise", "One scale for each tensor, or one for each row. Rows are more precise and slower."
+    )
+    skip: tuple[str, ...] = _if_enabled(
+        (),
+        "Name patterns of layers that multiply in the data type of the model. `*` matches any characters. Output "
+        "heads, routers, and layers whose sizes are no multiples of 16 always do.",
+        or_one=True,
+    )
+    all_gather: bool | None = _if_enabled(
+        None,
+        "Stage 3: all-gather the weights of these layers in FP8. By default, they are if the recipe is tensorwise and "
+        "shards are on the device.",
+        from_stage=3,
+    )
+    emulate: bool = _if_enabled(
+        False, "Round to FP8 and multiply in fp32, for devices without FP8 products. This is slow and meant for tests."
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from onefold.config.keys import Dtype, Key, key, noticed, refused, section
 from onefold.config.monitoring import Comet, CommsLogger, FileMonitor, Timers, Wandb
 from onefold.config.onefold_section import OnefoldSection
 from onefold.config.params import is_8bit
-from onefold.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from onefold.config.precision import Bf16, DataTypes, Fp8, Fp16, TorchAutocast
 from onefold.config.refused_sections import Autotuning, Compile, Elasticity, FlopsProfiler, Nebula
 from onefold.config.zero_optimization import ZeroOptimization
 
@@ -255,6 +255,7 @@ class Config:
     scheduler: SchedulerSection | None = key(None, "Learning rate scheduler that the engine builds and steps.")
     fp16: Fp16 = section(Fp16)
     bf16: Bf16 = section(Bf16, aliases=("bfloat16",))
+    fp8: Fp8 = section(Fp8)
     torch_autocast: TorchAutocast = section(TorchAutocast)
     data_types: DataTypes = section(DataTypes)
     aio: Aio = section(Aio)

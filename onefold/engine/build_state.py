@@ -12,6 +12,7 @@ from torch import nn
 from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
+from onefold.fp8 import convert_layers
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
@@ -40,11 +41,12 @@ def build_state(
     collective = make_collective(plan.collective, group, ledger, device, Wires.of(plan), plan.node_sums)
     groups = chosen.group_of_each() if chosen is not None else {}
     states = chosen.states_of_groups() if chosen is not None else []
-    units, memory = lay_out(model, plan, groups, states, group, ledger, device, shared)
+    fp8 = convert_layers(model, plan.fp8, device)
+    units, memory = lay_out(model, plan, groups, states, group, ledger, device, shared, fp8.of_weights(model))
     schedule = Schedule(units, plan, collective, ledger, Pool(device), memory)
     trained = {id(each) for param in schedule.trained_params() for each in param.parameters}
     left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained and id(p) not in shared]
     decision = StepDecision(plan, schedule)
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
     sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
-    return TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence)
+    return TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)

@@ -65,6 +65,7 @@ class EngineParts:
         finally:
             self.compiled.restore()
             self.state.sequence.close()
+            self.state.fp8.close()
             if schedule.memory is not None:
                 schedule.memory.close()
             schedule.guard.close()  # last, because the guard watches the waits above

@@ -69,4 +69,5 @@ class ModelMemory:
             state.window.batch,
             state.step.name if state.step is not None else None,
             self.collective_name,
+            state.fp8.describe(),
         )

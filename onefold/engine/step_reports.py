@@ -228,6 +228,8 @@ class EngineReports:
 
     def begin_step(self) -> None:
         """Measure what the optimizer step changes or frees."""
+        if self._num_steps == 0:
+            self._state.fp8.warn_of_unused()
         if self.steps is not None:
             self.steps.begin_step()
         elif self._num_steps < _MEASURED_STEPS:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import Group
+from onefold.fp8 import Fp8Layers
 from onefold.loader import ResumableLoader
 from onefold.log import logger
 from onefold.optim.decision import StepDecision
@@ -37,6 +38,7 @@ class TrainState:
     left_alone: list[nn.Parameter]
     """Parameters that require gradients and are in no optimizer group."""
     sequence: SequenceParallel
+    fp8: Fp8Layers
     lr_scheduler: Any = None
     training_dataloader: Any = None
     global_steps: int = 0

@@ -126,7 +126,7 @@ def exchange_scalars(
     late, alarm, waits = (any(row[1] & flag for row in rows) for flag in (_LATE, _ALARM, _WAITS))
     if on_device:
         # If there are late gradients, they are reduced first, and this exchange is repeated.
-        total = mine if late or alarm else schedule.in_flight.gather_scalar("gather of the norm", mine).sum()
+        total = mine if late or alarm else schedule.in_flight.gather_numbers("gather of the norm", mine).sum()
         return StepScalars(total, late=late, alarm=alarm, waits=waits)
     square = 0.0
     for row in rows[: schedule.num_shards]:

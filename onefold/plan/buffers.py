@@ -135,6 +135,8 @@ class FlatParamSpec:
     """The gradient of an offloaded step is accumulated on the device ([Note: the device cache])."""
     caches_parameter: bool = False
     """The device has a copy of the offloaded parameter shard, until a step changes it."""
+    multiplies_in_fp8: bool = False
+    """The parameters are weights of layers that multiply in FP8."""
     has_second_state: bool = False
     """There is a second master and a second tensor of each state ([Note: speculative steps])."""
 
@@ -238,6 +240,17 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
     if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE or plan.shards_on_one_rank:
         return False
     return not (spec.master_is_shard and master_dtype(spec.dtype) != spec.dtype)
+
+
+def gathers_in_fp8(plan: Plan, spec: FlatParamSpec) -> bool:
+    """Return whether a flat parameter is all-gathered in FP8 for its layers."""
+    gathers = plan.fp8 is not None and plan.fp8.gathers
+    return gathers and spec.multiplies_in_fp8 and not stays_unsharded(plan, spec)
+
+
+def gathered_bytes(plan: Plan, spec: FlatParamSpec) -> int:
+    """Compute the bytes that an all-gather of a flat parameter fills."""
+    return spec.layout.total if gathers_in_fp8(plan, spec) else spec.unsharded_bytes
 
 
 def adopts_gradient(plan: Plan, spec: FlatParamSpec) -> bool:

@@ -12,6 +12,8 @@ from onefold.plan.buffers import (
     BufferKind,
     FlatParamSpec,
     adopts_gradient,
+    gathered_bytes,
+    gathers_in_fp8,
     receives_in_target,
     stays_unsharded,
 )
@@ -75,7 +77,10 @@ def count_unit_in_use(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> i
     """Compute the bytes of the largest unit while it is in use."""
 
     def in_use(spec: FlatParamSpec) -> int:
-        return spec.unsharded_bytes * (int(spec.trainable) + int(not stays_unsharded(plan, spec)))
+        unsharded = 0 if stays_unsharded(plan, spec) else gathered_bytes(plan, spec)
+        if gathers_in_fp8(plan, spec):  # backward transposes one weight at a time
+            unsharded += max(member.stop - member.start for member in spec.layout.members)
+        return unsharded + spec.unsharded_bytes * int(spec.trainable)
 
     return max((sum(map(in_use, specs)) for specs in units), default=0)
 

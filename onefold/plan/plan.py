@@ -14,6 +14,7 @@ from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
 from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.fp8_plan import Fp8Plan, make_fp8_plan
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats
@@ -195,6 +196,7 @@ class Plan:
     """The ZeRO stage, for reports only."""
     precision: Precision = field(default_factory=Precision)
     formats: StateFormats = field(default_factory=StateFormats)
+    fp8: Fp8Plan | None = None
     cut: Cut = field(default_factory=Cut)
     scaling: Scaling = field(default_factory=Scaling)
     offload: Offload = field(default_factory=Offload)
@@ -312,6 +314,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         stage=zero.stage,
         precision=make_precision(config),
         formats=_formats(config),
+        fp8=make_fp8_plan(config, world_size // replicas),
         cut=Cut(
             own.units,
             zero.leaf_module,

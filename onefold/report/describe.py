@@ -73,8 +73,12 @@ def describe(
     batch: Batch,
     optimizer: str | None,
     collective: str,
+    fp8: str,
 ) -> str:
-    """Describe the placement of model state and the bytes of one rank. `folders` has the bytes in each swap folder."""
+    """Describe the placement of model state and the bytes of one rank.
+
+    `folders` has the bytes in each swap folder, `fp8` describes the layers that multiply in FP8.
+    """
     params = [param for unit in units for param in unit.params]
     trained = sum(param.layout.numel for param in params if param.trainable)
     frozen = sum(param.layout.numel for param in params if not param.trainable)
@@ -124,6 +128,8 @@ def describe(
     if plan.sequence_size > 1:
         groups = f"{batch.world} group{'s' * (batch.world > 1)} of {plan.sequence_size} ranks"
         lines.append(f"sequences         {groups}, each of which computes one micro-batch in parts")
+    if fp8:
+        lines.append(f"FP8               {fp8}")
     if plan.batch_chunks != 0:
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
         chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"

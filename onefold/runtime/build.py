@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from onefold.comm import Agreement, Group, Ledger, broadcast_from
 from onefold.config import ConfigError
+from onefold.fp8 import Fp8Linear
 from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_memory
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
 from onefold.plan.traffic import OffloadedStepSplit
@@ -41,6 +42,7 @@ class _Alike(NamedTuple):
     trainable: bool
     persistent: bool
     packed: bool
+    multiplies_in_fp8: bool
     state_spec: StateSpec
 
 
@@ -53,18 +55,21 @@ def lay_out(
     ledger: Ledger,
     device: torch.device,
     elsewhere: Collection[int] = (),
+    in_fp8: Mapping[str, Fp8Linear] | None = None,
 ) -> tuple[list[Unit], OffloadMemory | None]:
     """Cut a model into units, assign a tier to each of their flat parameters, and build them.
 
-    `elsewhere` has the ids of parameters that another engine manages.
+    `elsewhere` has the ids of parameters that another engine manages, `in_fp8` the layers that multiply in FP8 by the
+    names of their weights.
     """
+    in_fp8 = in_fp8 or {}
     agreement = Agreement(group, ledger)
-    specs = plan_units(model, plan, groups, states, elsewhere)
+    specs = plan_units(model, plan, groups, states, elsewhere, in_fp8)
     placed = agree_on_tiers([param for spec in specs for param in spec.params], plan, agreement, device)
     memory = make_memory(placed, plan, agreement, ledger, device)
     rest = iter(placed)
     specs = [replace(spec, params=[next(rest) for _ in spec.params]) for spec in specs]
-    return build_units(model, specs, plan, group, ledger, device, memory, elsewhere), memory
+    return build_units(model, specs, plan, group, ledger, device, memory, elsewhere, in_fp8), memory
 
 
 def plan_units(
@@ -73,11 +78,12 @@ def plan_units(
     groups: Mapping[int, int],
     states: Sequence[StateSpec],
     elsewhere: Collection[int] = (),
+    in_fp8: Collection[str] = (),
 ) -> list[UnitSpec]:
     """Cut a model and lay it out.
 
     `groups` maps the id of each trained parameter to its optimizer group. `states` has the optimizer states of each
-    group: groups with different states have separate flat parameters.
+    group: groups with different states have separate flat parameters. So have weights in `in_fp8`, in every stage.
     """
     parameters = dict(model.named_parameters())
     _check_modules(model)
@@ -116,7 +122,7 @@ def plan_units(
             state_spec = StateSpec()
             if trainable:
                 state_spec = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
-            alike = _Alike(dtype, trainable, name in persistent, packed, state_spec)
+            alike = _Alike(dtype, trainable, name in persistent, packed, name in in_fp8, state_spec)
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
         by_device = split.assign(trained)
@@ -138,6 +144,7 @@ def build_units(
     device: torch.device,
     memory: OffloadMemory | None,
     elsewhere: Collection[int] = (),
+    in_fp8: Mapping[str, Fp8Linear] | None = None,
 ) -> list[Unit]:
     """Flatten a model and broadcast rank 0's values, unit by unit, so that at most one unit is in memory twice."""
     modules = dict(model.named_modules())
@@ -150,7 +157,7 @@ def build_units(
         in_sync = [all(handle_of(parameter) is not None for parameter in some) for some in members]
         with unsharded(parameter for some in members for parameter in some):
             params = [
-                FlatParam(param, some, plan=plan, rank=group.shard, device=device, memory=memory)
+                FlatParam(param, some, plan=plan, rank=group.shard, device=device, memory=memory, in_fp8=in_fp8)
                 for param, some in zip(spec.params, members, strict=True)
             ]
         detach(parameter for param in params for parameter in param.parameters)

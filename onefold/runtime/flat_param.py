@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp
+from onefold.fp8 import Fp8Linear, GatheredWeights
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
-from onefold.plan.buffers import stays_unsharded
+from onefold.plan.buffers import gathers_in_fp8, stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad, views_of_members
 from onefold.runtime.parameter_proxy import attach_values, detach_values, is_sharded, set_data
 
@@ -40,6 +41,9 @@ class FlatParam:
     ranks have launched before, and secondary shards are used only while all ranks follow one recorded order.
     Negotiated all-gathers (evaluation, a pass that is being recorded) start from the primary shards. Frozen parameters
     never change, so their secondary shards are always valid.
+
+    [Note: all-gathers in FP8] of `fp8/gathered_weights.py`: such a flat parameter has its values in `fp8` instead of
+    `full` when it is unsharded for its layers.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class FlatParam:
         rank: int,
         device: torch.device,
         memory: OffloadMemory | None = None,
+        in_fp8: Mapping[str, Fp8Linear] | None = None,
     ) -> None:
         self.layout = spec.layout
         self.trainable = spec.trainable
@@ -76,6 +81,10 @@ class FlatParam:
         self._fills_secondary = False
         # The values in `full` were rounded by a quantized all-gather.
         self._is_rounded = False
+        self.fp8: GatheredWeights | None = None
+        if gathers_in_fp8(plan, spec):
+            layers = [(in_fp8 or {})[member.name] for member in self.layout.members]
+            self.fp8 = GatheredWeights(self.layout, layers, spec.dtype, rank, device)
         # The unsharded values of the last `GatheredParameters`, and fingerprints of them and of this rank's shard.
         self._cached: tuple[torch.Tensor, list[int]] | None = None
         self.take_parameters()
@@ -122,6 +131,9 @@ class FlatParam:
         `lossless`: do not quantize, because the user reads or writes the values. `use_secondary`: gather inside the
         node once the secondary shards are filled.
         """
+        if self.fp8 is not None and not lossless:
+            self._is_rounded = True
+            return self.fp8.prepare_all_gather(self.shard_on_device())
         if self.full.numel() < self.layout.total:
             self.full = torch.empty(self.layout.total, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
@@ -138,16 +150,15 @@ class FlatParam:
             # The user may write to values that are gathered losslessly.
             source = shard.gather_source(is_overwritten=self._is_rounded or lossless)
             return AllGatherOp(self.full, source, lossy=self._is_rounded)
-        assert isinstance(shard.values, torch.Tensor)
-        if shard.values.numel() and not shard.values.untyped_storage().size():
-            raise RuntimeError(
-                "the storage of a parameter shard was emptied by hand, and its values are lost. Free the device's "
-                "memory with engine.offload_states(include=['lp_params']), and load a checkpoint into a new engine"
-            )
-        return AllGatherOp(self.full, shard.values, lossy=self._is_rounded)
+        return AllGatherOp(self.full, self.shard_on_device(), lossy=self._is_rounded)
 
     def attach_views(self) -> None:
-        """Make the Parameters views of `full`, after its all-gather has finished."""
+        """Make the Parameters views of `full`, or give layers their weights in FP8, after the all-gather."""
+        if self.fp8 is not None and self._is_rounded:
+            self.fp8.attach()
+            for index in range(len(self.parameters)):  # autograd records the shapes of inputs
+                self.attach_shape_placeholder(index)
+            return
         attach_values(self.parameters, views_of_members(self.full, self.layout))
         self.note_values()
 
@@ -159,10 +170,24 @@ class FlatParam:
             self.secondary.copy_(self.full.narrow(0, self._rank % self.plan.node_shard_size * length, length))
             self._fills_secondary = False
 
-    def invalidate_secondary(self) -> None:
-        """Discard copies of the unsharded values, before they change on every rank."""
+    def shard_on_device(self) -> torch.Tensor:
+        """Return this rank's shard, in the dtype of the weight or the master."""
+        shard = self.store.param
+        assert shard is not None
+        assert isinstance(shard.values, torch.Tensor)
+        if shard.values.numel() and not shard.values.untyped_storage().size():
+            raise RuntimeError(
+                "the storage of a parameter shard was emptied by hand, and its values are lost. Free the device's "
+                "memory with engine.offload_states(include=['lp_params']), and load a checkpoint into a new engine"
+            )
+        return shard.values
+
+    def invalidate_secondary(self, *, values_change: bool = True) -> None:
+        """Discard copies of the unsharded values, and scales in FP8, before the values change on every rank."""
         self._secondary_serves = self._fills_secondary = False
         self.drop_cache()
+        if self.fp8 is not None and values_change:
+            self.fp8.is_current = False
 
     # -- values kept between two uses of GatheredParameters -----------------------------------------------------
 
@@ -203,6 +228,9 @@ class FlatParam:
         """
         if self.store.param is not None:
             self.store.param.order()
+        if self.fp8 is not None:
+            self.fp8.free()
+            self.remove_shape_placeholders()
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
         # A parameter that was moved to another flat parameter has other memory.
@@ -264,7 +292,7 @@ class FlatParam:
             raise RuntimeError(
                 f"The flat parameter of {names} was gathered quantized for a forward or backward, so writing it "
                 "back would round all of its values. Write outside forward and backward, or disable "
-                "zero_quantized_weights."
+                f"{'zero_quantized_weights' if self.fp8 is None else 'fp8.all_gather'}."
             )
         self.invalidate_secondary()
         start, stop = self.own_range
@@ -344,6 +372,7 @@ class FlatParam:
         held = self.store.param_bytes(tier)
         if tier is Tier.DEVICE:
             others = (self.secondary, self._cached[0] if self._cached is not None else None)
+            held += self.fp8.num_bytes if self.fp8 is not None else 0
             held += self.full.untyped_storage().size() + sum(tensor.nbytes for tensor in others if tensor is not None)
         return held
 

@@ -161,9 +161,9 @@ class InFlightCollectives:
         pending = self._launch(operation, names, span, partial(self.collective.start_gather, gatherings))
         return PendingCollective(operation, names, pending, num_elements, span, lambda: None)
 
-    def gather_scalar(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """Return the scalars of the ranks that hold one model state, in rank order, without blocking the host."""
-        numbers = mine.new_empty(self.collective.group.num_shards)
+    def gather_numbers(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the ranks that hold one model state, in rank order, without blocking the host."""
+        numbers = mine.new_empty(self.collective.group.num_shards * mine.numel())
         with self._guard.launching(what, ()), recorded(Track.GATHERS, what, numel=numbers.numel()):
             self.collective.start_gather([AllGatherOp(numbers, mine)]).finish()
         return numbers

@@ -28,7 +28,7 @@ from onefold.runtime.parameter_proxy import (
     set_raw_grad,
 )
 from onefold.runtime.sharded_operation import run_on_sharded
-from onefold.runtime.torch_internals import inside_backward
+from onefold.runtime.torch_internals import describe, inside_backward
 from onefold.runtime.unit import Unit
 from onefold.runtime.unit_state import ParameterState, UnitContext
 
@@ -216,6 +216,7 @@ class ParamHandle:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharded: list[nn.Parameter]
     ) -> Any:
         """Run one torch function on sharded parameters, inside a pass."""
+        _check_not_in_fp8(sharded, func)
         units = [unit for handle in handles_of(sharded) if (unit := handle.unit) is not None]
         return run_on_sharded(units, func, args, kwargs, sharded)
 
@@ -423,6 +424,20 @@ def handles_of(parameters: Iterable[object]) -> list[ParamHandle]:
     """Return the handles of parameters, each once, in the same order on every rank."""
     found = {handle for parameter in parameters if (handle := handle_of(parameter)) is not None}
     return sorted(found, key=lambda handle: handle.number)
+
+
+def _check_not_in_fp8(sharded: Iterable[nn.Parameter], func: Callable[..., Any]) -> None:
+    """Raise if a parameter has no values in a pass, because it is gathered in FP8 for its layer."""
+    for parameter in sharded:
+        handle = handle_of(parameter)
+        if handle is not None:
+            param, index = handle.location_of(parameter)
+            if param.fp8 is not None:
+                raise RuntimeError(
+                    f"{param.layout.members[index].name} is all-gathered in FP8, for its layer only, so "
+                    f"{describe(func)} has no values to read. Add the layer to fp8.skip, or set fp8.all_gather to "
+                    "false."
+                )
 
 
 def about_to_write(parameter: object) -> None:

@@ -200,8 +200,7 @@ class Unit:
         context.order.record_use(self.index)
         if not self.sharded_params:
             return
-        if context.cached is not None:
-            context.forget_cached()
+        context.forget_cached()
         begins_pass = not context.order.open and (torch.is_grad_enabled() or phase is PassPhase.BACKWARD)
         with unrecorded():
             if begins_pass:
@@ -219,13 +218,14 @@ class Unit:
     @staticmethod
     def launch_all_gather(units: list[Unit], *, lossless: bool = False, use_secondary: bool = False) -> None:
         """Launch one all-gather for some units, in any state: another rank may need this rank's shards."""
-        context = units[0].context
-        plan = context.plan
+        context, plan = units[0].context, units[0].context.plan
         for unit in units:
             if plan.node_shard_size > 1:
                 unit.wait_for_unshard()  # it may be filling the secondary shard
             for param in unit.params_with_offloaded_states:
                 param.store.finish_step()
+        if not lossless:
+            context.fp8_scales.refresh(context.in_flight.gather_numbers)
         started: list[Unit] = []
 
         def prepare() -> list[AllGatherOp]:
@@ -265,7 +265,7 @@ class Unit:
     def _undo_all_gather(self) -> None:
         """Roll back `_prepare_all_gather` after its collective failed to launch."""
         for param in self.sharded_params:
-            param.invalidate_secondary()
+            param.invalidate_secondary(values_change=False)
         self.num_gathers_in_flight -= 1
         if self.param_state is ParameterState.UNSHARDING and not self.num_gathers_in_flight:
             self.param_state = ParameterState.SHARDED

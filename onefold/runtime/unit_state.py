@@ -8,6 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from onefold.comm import Agreement
+from onefold.fp8 import Fp8Scales
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import PassPhase, Plan
 from onefold.runtime.flat_grad import GradientBatch
@@ -113,6 +114,8 @@ class UnitContext:
         self.num_backwards = 0
         # Whether a step follows the present backward.
         self.before_step = False
+        params = [param for unit in self.sharded_units for param in unit.sharded_params]
+        self.fp8_scales = Fp8Scales([(param.fp8, param.shard_on_device) for param in params if param.fp8 is not None])
         # Gradients that are not in their slots yet.
         self.gradients = GradientBatch()
         # Called with each shard whose gradient is complete, in the last backward before a step.

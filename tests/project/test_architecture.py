@@ -26,6 +26,7 @@ LAYERS = {
     "version": 0,
     "plan": 0,
     "comm": 1,
+    "fp8": 1,
     "offload": 1,
     "runtime": 2,
     "optim": 2,

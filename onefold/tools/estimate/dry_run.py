@@ -170,7 +170,7 @@ def _step(engine: Engine, *, offloads: bool) -> None:
     schedule.in_flight.finish_reductions()
     schedule.synchronize_for_step([] if schedule.alone else [0, 0, 0, 0])
     if not schedule.alone and engine.state.group.uses_nccl:
-        schedule.in_flight.gather_scalar("gather of the norm", torch.zeros((), dtype=torch.float64, device=META))
+        schedule.in_flight.gather_numbers("gather of the norm", torch.zeros((), dtype=torch.float64, device=META))
     matrices = engine.state.step.matrices if engine.state.step is not None else None
     for batch, gradients in schedule.gradients_to_step():
         for store, gradient in gradients.items():
