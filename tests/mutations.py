@@ -140,8 +140,8 @@ MUTATIONS = [
     Mutation(
         "stale-second-shard",
         "onefold/runtime/flat_param.py",
-        'before they change on every rank."""\n        self._secondary_serves = self._fills_secondary = False',
-        'before they change on every rank."""\n        self._fills_second = False',
+        'in FP8, before the values change on every rank."""\n        self._secondary_serves = self._fills_secondary = False',
+        'in FP8, before the values change on every rank."""\n        self._fills_second = False',
         "test_wires.py",
     ),
     Mutation(
@@ -1246,5 +1246,48 @@ MUTATIONS = [
         "if any(other != rows[0] for other in rows):",
         "if False:",
         "test_sequence_parallel.py -k refused_by_name",
+    ),
+    # -- FP8 ----------------------------------------------------------------------------------------------------
+    Mutation(
+        "fp8-stale-scales",
+        "onefold/runtime/flat_param.py",
+        "if self.fp8 is not None and values_change:",
+        "if False:",
+        "test_fp8.py -k bit_equal",
+    ),
+    Mutation(
+        "fp8-scale-of-own-slice",
+        "onefold/fp8/gathered_weights.py",
+        ".view(-1, mine.numel()).amax(dim=0)",
+        ".view(-1, mine.numel())[0]",
+        "test_fp8.py -k bit_equal",
+    ),
+    Mutation(
+        "fp8-master-not-rounded",
+        "onefold/fp8/gathered_weights.py",
+        "round_to_fp8(source.to(self._dtype), scale, E4M3)",
+        "round_to_fp8(source, scale, E4M3)",
+        "test_fp8.py -k bit_equal",
+    ),
+    Mutation(
+        "fp8-cast-of-changed-input",
+        "onefold/fp8/linear.py",
+        "version != (input._version, by_row)",
+        "False",
+        "test_fp8.py -k cast_it_once",
+    ),
+    Mutation(
+        "fp8-padding",
+        "onefold/fp8/scaled_tensor.py",
+        "missing = -matrix.values.shape[1] % ALIGNMENT",
+        "missing = 0",
+        "test_fp8.py -k any_number_of_tokens",
+    ),
+    Mutation(
+        "fp8-reads-placeholder",
+        "onefold/runtime/param_handle.py",
+        "if param.fp8 is not None:",
+        "if False:",
+        "test_fp8.py -k read_in_a_forward",
     ),
 ]

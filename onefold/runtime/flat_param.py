@@ -17,7 +17,8 @@ from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.buffers import gathers_in_fp8, stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad, views_of_members
-from onefold.runtime.parameter_proxy import attach_values, detach_values, is_sharded, set_data
+from onefold.runtime.parameter_proxy import attach_values, detach_values, is_sharded, set_data, set_proxy_class
+from onefold.runtime.torch_internals import has_compiled
 
 
 class FlatParam:
@@ -158,6 +159,8 @@ class FlatParam:
             self.fp8.attach()
             for index in range(len(self.parameters)):  # autograd records the shapes of inputs
                 self.attach_shape_placeholder(index)
+                if has_compiled():  # the compiler takes no Parameter that intercepts functions
+                    set_proxy_class(self.parameters[index], sharded=False)
             return
         attach_values(self.parameters, views_of_members(self.full, self.layout))
         self.note_values()
@@ -231,6 +234,8 @@ class FlatParam:
         if self.fp8 is not None:
             self.fp8.free()
             self.remove_shape_placeholders()
+            for parameter in self.parameters:
+                set_proxy_class(parameter, sharded=True)
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
         # A parameter that was moved to another flat parameter has other memory.
@@ -254,6 +259,8 @@ class FlatParam:
 
     def remove_shape_placeholders(self) -> None:
         """Turn parameters with a shape placeholder back into empty placeholders, unless they were unsharded since."""
+        if self.fp8 is not None and self.fp8.num_bytes:
+            return  # they need their shapes until the weights in FP8 are freed
         for index in self._shape_placeholders:
             parameter = self.parameters[index]
             if parameter.untyped_storage().size() == parameter.itemsize and self.is_sharded:

@@ -147,6 +147,12 @@ def outside_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+def has_compiled() -> bool:
+    """Return whether torch has compiled a function in this process."""
+    compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return compiler is not None and bool(compiler.output_codes.seen_ids)
+
+
 def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
     """Call a function while a graph is traced, and use its result as a constant of the graph.
 

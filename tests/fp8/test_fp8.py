@@ -173,3 +173,234 @@ def problems_of_stages(world: int, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("world", [2, more(3)])
 def test_stages_are_bit_equal(on_ranks, world, options):
     assert on_ranks(world, problems_of_stages, world, options) == [[]] * world
+
+
+def interrupted_training(stage: int, all_gather: bool | None, folder: str) -> list[Any]:
+    """Evaluation, writes, frozen layers, accumulation, and a resumed run, in one job."""
+    torch.manual_seed(0)
+    options = settings(stage, all_gather=all_gather, gradient_accumulation_steps=2)
+    model = Wide()
+    model.blocks[1].up.weight.requires_grad_(False)
+    engine = start(model, options)
+    found: list[Any] = [train(engine, 4)]
+    engine.eval()
+    with torch.no_grad():
+        found.append([engine(*batch) for batch in batches(2, seed=1)])
+    engine.train()
+    weight = engine.module.blocks[0].up.weight
+    with onefold.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.data.mul_(3.0)  # its scale changes
+    found.append(train(engine, 2, seed=2))
+    engine.save_checkpoint(folder)
+    found.append(train(engine, 4, seed=3))
+    engine.destroy()
+    torch.manual_seed(1)
+    other = Wide()
+    other.blocks[1].up.weight.requires_grad_(False)
+    engine = start(other, options)
+    engine.load_checkpoint(folder)
+    resumed = train(engine, 4, seed=3)
+    told = first_difference((resumed.losses, resumed.weights), (found[-1].losses, found[-1].weights), "resumed ")
+    assert told is None, told
+    return found
+
+
+def problems_of_interruptions(folder: str) -> list[str | None]:
+    expected = interrupted_training(2, None, f"{folder}/2")
+    runs = {"in FP8": (3, None), "in bf16": (3, False)}
+    return [
+        first_difference(interrupted_training(*run, f"{folder}/{name}"), expected, f"{name} ")
+        for name, run in runs.items()
+    ]
+
+
+def test_evaluation_writes_frozen_layers_and_resuming_keep_stages_equal(on_ranks, tmp_path):
+    assert on_ranks(2, problems_of_interruptions, str(tmp_path)) == [[None, None]] * 2
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_gathers(all_gather: bool | None) -> tuple[int, int, int, int]:
+    """Sent by all-gathers in one step, its number of FP8 weights, their elements, and the largest unit in use."""
+    torch.manual_seed(0)
+    nothing_kept = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    engine = start(Wide(), settings(3, all_gather=all_gather, gradient_clipping=0.0, zero_optimization=nothing_kept))
+    train(engine, 3)
+    before = engine.ledger.bytes("gather")
+    train(engine, 1)
+    params = [param for unit in engine.state.schedule.units for param in unit.params]
+    in_fp8 = [param for param in params if param.spec.multiplies_in_fp8]
+    held = sum(param.fp8.num_bytes for param in in_fp8 if param.fp8 is not None)
+    assert held == 0, "weights are freed after a step"
+    total = sum(param.layout.total for param in in_fp8)
+    num = sum(len(param.parameters) for param in in_fp8)
+    return engine.ledger.bytes("gather") - before, num, total, engine.model_memory.planned_buffers().unit_in_use
+
+
+def test_fp8_halves_the_bytes_of_their_all_gathers(on_ranks):
+    for (fp8, num, total, in_use), (bf16, _, _, before) in zip(
+        on_ranks(2, bytes_of_gathers, None), on_ranks(2, bytes_of_gathers, False), strict=True
+    ):
+        # Each rank sends its half in forward and in backward, with one byte less per element, and its scales once.
+        assert bf16 - fp8 == 2 * total // 2 - 4 * num
+        assert before - in_use == total // 3 - 32 * 64  # of one of three blocks, with a transposed weight
+
+
+def test_any_number_of_tokens_is_accepted():
+    layer, plain = nn.Linear(16, 32), nn.Linear(16, 32)
+    plain.load_state_dict(layer.state_dict())
+    convert_layers(nn.Sequential(layer), Fp8Plan(emulate=True), CPU)
+    products = []
+    real = torch.ops.aten.mm
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is real:
+                products.append(args[0].shape[1])
+            return func(*args, **(kwargs or {}))
+
+    with Sizes():
+        layer(torch.randn(5, 16)).sum().backward()
+    assert products == [16, 16]  # inputs need no gradient; the third contracts 5 tokens
+    assert layer.weight.grad.shape == (32, 16)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Reads(Wide):
+    """A net that adds the norm of a weight to its loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, y) + self.blocks[0].up.weight.float().square().mean()
+
+
+def reading(**fp8: Any) -> tuple[str, float]:
+    torch.manual_seed(0)
+    engine = start(Reads(), config(3, fp8=EMULATED | fp8))
+    try:
+        return "", train(engine, 2).losses[-1]
+    except RuntimeError as error:
+        return str(error), 0.0
+    finally:
+        engine.destroy()
+
+
+def test_a_weight_that_is_read_in_a_forward_is_named(on_ranks):
+    for message, _ in on_ranks(2, reading):
+        assert "blocks.0.up.weight is all-gathered in FP8" in message
+        assert "fp8.skip" in message
+    (one, kept), _ = on_ranks(2, reading, skip=["blocks.0.up"])
+    (other, gathered), _ = on_ranks(2, reading, all_gather=False)
+    assert (one, other) == ("", "")
+    assert kept != gathered
+
+
+def test_layers_that_cannot_multiply_in_fp8_are_named(caplog):
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(64, 16),
+            "wide": nn.Linear(16, 32),
+            "narrow": nn.Linear(16, 30),
+            "mine": nn.Linear(32, 16),
+            "moe": nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.ModuleList([nn.Linear(16, 16)])}),
+            "head": nn.Linear(16, 64),
+        }
+    )
+    with caplog.at_level(logging.INFO, "onefold"):
+        found = convert_layers(model, Fp8Plan(skip=("mine",), emulate=True), CPU)
+    assert [*found.layers] == ["wide", "moe.experts.0"]
+    assert found.reasons == {
+        "narrow": "16 x 30 is no multiple of 16",
+        "mine": "fp8.skip",
+        "moe.gate": "a router of experts",
+        "head": "an output head",
+    }
+    assert "2 linear layers, tensorwise, emulated in fp32; not narrow (16 x 30" in caplog.text
+    assert type(model["wide"]) is Fp8Linear
+    found.close()
+    assert type(model["wide"]) is nn.Linear
+    assert not hasattr(model["wide"], "fp8")
+
+
+def test_a_device_without_fp8_a_pattern_without_layer_and_a_model_without_layers_raise():
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ConfigError, match=r"a cpu device has no FP8 matrix products.*fp8\.emulate"):
+        convert_layers(model, Fp8Plan(), CPU)
+    with pytest.raises(ConfigError, match=r"fp8\.skip: 'head' matches no module. Use a name such as '0'"):
+        convert_layers(model, Fp8Plan(skip=("head",), emulate=True), CPU)
+    with pytest.raises(ConfigError, match=r"no layer of the model can multiply in FP8 \(0: 8 x 8 is no multiple"):
+        convert_layers(nn.Sequential(nn.Linear(8, 8)), Fp8Plan(emulate=True), CPU)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"zero_hpz_partition_size": 2},
+        {"zero_quantized_weights": True},
+        {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ],
+    ids=str,
+)
+def test_all_gathers_in_fp8_that_are_asked_for_are_not_dropped(zero):
+    from onefold.config import load_config
+    from onefold.plan import make_plan
+
+    asked = config(3, zero_optimization=zero, fp8={"enabled": True})
+    plan = make_plan(load_config(asked), 4)
+    assert plan.fp8 is not None
+    assert not plan.fp8.gathers
+    with pytest.raises(ConfigError, match=r"fp8\.all_gather is true, but zero_optimization"):
+        load_config(config(3, zero_optimization=zero, fp8={"enabled": True, "all_gather": True}))
+
+
+class Bypassed(Wide):
+    """A net that multiplies by a weight itself."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[0]
+        return self.head(self.embed(x) + block.down(F.linear(self.embed(x), block.up.weight)))
+
+
+def test_a_layer_that_is_not_called_is_named_after_the_first_step(on_ranks):
+    assert on_ranks(1, warnings_of_first_step) == [
+        ["blocks.0.up, blocks.1.up, blocks.1.down, blocks.2.up and 1 more did not multiply in FP8 in the first step"]
+    ]
+
+
+def warnings_of_first_step() -> list[str]:
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logging.getLogger("onefold").addHandler(handler)
+    try:
+        train(start(Bypassed(), config(2, fp8=EMULATED)), 2)
+    finally:
+        logging.getLogger("onefold").removeHandler(handler)
+    return [text.removeprefix("fp8: ").partition(". ")[0] for text in found if text.startswith("fp8: ")]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_models_multiply_in_fp8(on_ranks, stage):
+    for eager, compiled, is_compiled in on_ranks(2, compiled_and_eager, stage):
+        assert is_compiled
+        assert compiled == pytest.approx(eager, rel=1e-5)
+
+
+def compiled_and_eager(stage: int) -> tuple[list[float], list[float], bool]:
+    losses = []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        engine = start(Wide(), config(stage, fp8=EMULATED))
+        if backend is not None:
+            engine.compile(backend=backend)
+        losses.append(train(engine, 3).losses)
+        layers = engine.state.fp8.layers.values()
+        is_compiled = all(layer.fp8.is_compiled for layer in layers)
+        engine.destroy()
+    return losses[0], losses[1], is_compiled
