@@ -28,6 +28,7 @@ from onefold.config.read import ConfigSource
 from onefold.engine import Engine
 from onefold.engine.rank_consistency import facts_to_compare
 from onefold.engine.step_reports import check_reports
+from onefold.fp8 import unwrap_weights
 from onefold.log import logger, set_up_logging
 from onefold.optim.choose import Optimizers, choose, fit_to_plan
 from onefold.optim.chosen import ChosenOptimizer
@@ -78,6 +79,7 @@ def initialize(
     checkpointing.read_config(settings)
 
     given = list(model_parameters) if model_parameters is not None else []
+    given = unwrap_weights(model, optimizer, given)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizer is not None and settings.optimizer is not None:
         unread = "optimizer: the section is ignored, because an optimizer was passed to initialize"

@@ -220,7 +220,7 @@ _DEEPSPEED_LAUNCHER: dict[str, Any] = {
     "deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None, "deepspeed_exclusion_filter": None,
     "deepspeed_inclusion_filter": None,
 }  # fmt: skip
-_OTHER_TRAINERS = ("fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "aws_config")
+_OTHER_TRAINERS = ("fsdp_config", "megatron_lm_config", "parallelism_config", "aws_config")
 # Paths in DeepSpeed's schema by Accelerate's names.
 _RENAMED = {
     "zero_stage": "zero_optimization.stage",
@@ -235,7 +235,7 @@ _RENAMED = {
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
 }
 _OWN = ("deepspeed_config_file", "deepspeed_moe_layer_cls_names", "zero3_init_flag")
-_TOP = (*_MARKS, "mixed_precision", *_RENAMED, *_LAUNCHER, *_OTHER_TRAINERS)
+_TOP = (*_MARKS, "mixed_precision", "fp8_config", *_RENAMED, *_LAUNCHER, *_OTHER_TRAINERS)
 
 
 @dataclass
@@ -313,6 +313,8 @@ def _top_key(result: Translation, name: str, value: Any) -> None:
             result.refusals.append(f"distributed_type = {value}: the config is for another trainer")
     elif name in _RENAMED or name == "zero3_init_flag" or name in spellings(ZeroOptimization):
         _deepspeed_key(result, name, value, name)
+    elif name == "fp8_config":
+        _fp8_section(result, value or {})
     elif name in _OTHER_TRAINERS:
         if value:
             result.refusals.append(f"{name}: the section is for another trainer; leave it out")
@@ -324,14 +326,25 @@ def _mixed_precision(result: Translation, value: Any) -> None:
     # YAML 1.1 reads a bare `no` as false.
     if value is False or is_absent(value) or value == "no":
         return
-    if value == "fp8":
-        result.refusals.append("mixed_precision = fp8: fp8 is outside onefold's scope; use bf16")
-        return
+    if value == "fp8":  # the other data types are those of bf16
+        result.put("fp8.enabled", True, "mixed_precision")
+        value = "bf16"
     if value not in ("fp16", "bf16"):
-        raise wrong("mixed_precision", value, "no, fp16 or bf16")
+        raise wrong("mixed_precision", value, "no, fp16, bf16 or fp8")
     result.put(f"{value}.enabled", True, "mixed_precision")
     if value == "fp16":  # Accelerate then also casts inputs, unless the config file sets auto_cast
         result.document["fp16"].setdefault("auto_cast", True)
+
+
+def _fp8_section(result: Translation, section: Mapping[str, Any]) -> None:
+    """Read Accelerate's options for FP8. Only those of the backend AO, which is torchao, have a meaning here."""
+    backend = str(section.get("backend", "AO")).upper()
+    if backend != "AO":
+        result.refusals.append(f"fp8_config.backend = {backend}: its kernels are not used here; set backend to AO")
+    elif not is_absent(gathers := section.get("enable_fsdp_float8_all_gather")):
+        path = "fp8_config.enable_fsdp_float8_all_gather"
+        if not read_as(path, gathers, bool, Key("")):
+            result.put("fp8.all_gather", False, path)
 
 
 def _named_file(name: str, folder: str | None) -> dict[str, Any]:

@@ -57,6 +57,7 @@ COUNT_ALONE = {
     "scheduler",
     "fp16.enabled",
     "bf16.enabled",
+    "fp8.enabled",
     "torch_autocast.enabled",
     "data_types.grad_accum_dtype",
     "data_types.param_dtype",
