@@ -53,7 +53,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the output in the data type of the input, or of autocast."""
         state, device, dtype = self.fp8, input.device.type, input.dtype
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         elif dtype != self.weight.dtype:
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.config import ConfigError
+from onefold.comm.nodes import Nodes
+from onefold.config import ConfigError, load_config
 from onefold.fp8 import Fp8Linear, convert_layers
-from onefold.plan import Fp8Plan
+from onefold.plan import Fp8Plan, make_plan
+from onefold.tools.cli.main import main
+from onefold.tools.estimate.dry_run import META, dry_run
 
 CPU = torch.device("cpu")
 EMULATED = {"enabled": True, "emulate": True}
@@ -346,9 +350,6 @@ def test_a_device_without_fp8_a_pattern_without_layer_and_a_model_without_layers
     ids=str,
 )
 def test_all_gathers_in_fp8_that_are_asked_for_are_not_dropped(zero):
-    from onefold.config import load_config
-    from onefold.plan import make_plan
-
     asked = config(3, zero_optimization=zero, fp8={"enabled": True})
     plan = make_plan(load_config(asked), 4)
     assert plan.fp8 is not None
@@ -406,3 +407,44 @@ def compiled_and_eager(stage: int) -> tuple[list[float], list[float], bool]:
         is_compiled = all(layer.fp8.is_compiled for layer in layers)
         engine.destroy()
     return losses[0], losses[1], is_compiled
+
+
+# -- the planner ------------------------------------------------------------------------------------------------------
+
+PLANNED: dict[str, Any] = config(3, fp8={"enabled": True, "emulate": True}, bf16={"enabled": True})
+
+
+def sent_in_a_step() -> list[tuple[str, str, int, int]]:
+    """What a rank of a real job sends in its third step."""
+    engine = start(Wide(), PLANNED)
+    for batch in batches(3):
+        before = engine.ledger.copy()
+        engine.backward(engine(*batch))
+        engine.step()
+    return [(r.operation, r.group, r.calls, r.bytes) for r in engine.ledger.since(before).rows() if r.calls]
+
+
+def test_a_dry_run_sends_what_the_run_does(on_ranks):
+    with META:
+        model, x = Wide(), torch.zeros(4, 7, dtype=torch.long)
+    planned = dry_run(model, load_config(PLANNED), Nodes.of_size(2, 2), lambda call: call(x, x), uses_nccl=False)
+    rows = [(r.operation, r.group, r.calls, r.bytes) for r in planned.traffic.rows() if r.calls]
+    assert on_ranks(2, sent_in_a_step) == [rows] * 2
+
+
+def test_a_dry_run_counts_fp8_products_at_twice_the_speed():
+    found = {}
+    for name, fp8 in {"bf16": {}, "FP8": {"enabled": True}}.items():
+        with META:
+            model, x = Wide(), torch.zeros(4, 8, dtype=torch.long)
+        document = load_config(config(2, fp8=fp8, bf16={"enabled": True}))
+        found[name] = dry_run(model, document, Nodes.of_size(1, 1), lambda call, x=x: call(x, x)).trace.work.flops
+    in_blocks = 3 * 6 * 2 * 32 * 32 * 64  # three products of six layers with 32 tokens
+    assert found["bf16"] - found["FP8"] == in_blocks / 2
+
+
+def test_a_machine_without_fp8_cannot_be_planned(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"fp8": {"enabled": True}, "bf16": {"enabled": True}}))
+    assert main(["plan", "--model", "25m", "--machine", "8xA100", "--config", str(file)]) == 2
+    assert "fp8.enabled: A100-80 has no FP8" in capsys.readouterr().err

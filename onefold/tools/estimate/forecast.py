@@ -194,6 +194,8 @@ def forecast(
 def _dry_run(question: Question, setting: Setting, micro_batch: int, *, uses_nccl: bool) -> DryRun:
     machine, source = question.machine, question.model
     config = load_config(question.document(setting, micro_batch))
+    if config.fp8.enabled and not (config.fp8.emulate or machine.gpu.has_fp8):
+        raise PlanError(f"fp8.enabled: {machine.name} has no FP8 matrix products. Set it to false.")
     loss_of = None
     if question.micro_batch is not None and question.sequence_length is not None and source.loss_of is not None:
         loss_of = source.loss_of(micro_batch, question.sequence_length)

@@ -32,6 +32,8 @@ class Gpu:
     """Bytes/s to the other GPUs of its node, in each direction."""
     bus: float
     """Bytes/s to its host in each direction, with page-locked memory."""
+    has_fp8: bool = True
+    """Whether it multiplies in FP8."""
 
 
 # GPUs with at least this much memory are assumed to be in a data center.
@@ -41,15 +43,15 @@ GPUS: dict[str, Gpu] = {
     "H200": Gpu(141 * GB, 989e12, 4800e9, 450e9, 50e9),
     "H100": Gpu(80 * GB, 989e12, 3350e9, 450e9, 50e9),
     "H100-PCIE": Gpu(80 * GB, 756e12, 2000e9, 50e9, 50e9),
-    "A100-80": Gpu(80 * GB, 312e12, 2039e9, 300e9, 24e9),
-    "A100-40": Gpu(40 * GB, 312e12, 1555e9, 300e9, 24e9),
+    "A100-80": Gpu(80 * GB, 312e12, 2039e9, 300e9, 24e9, has_fp8=False),
+    "A100-40": Gpu(40 * GB, 312e12, 1555e9, 300e9, 24e9, has_fp8=False),
     "L40S": Gpu(48 * GB, 362e12, 864e9, 24e9, 24e9),
-    "A6000": Gpu(48 * GB, 155e12, 768e9, 24e9, 24e9),
-    "A10G": Gpu(24 * GB, 70e12, 600e9, 12e9, 12e9),
-    "V100-32": Gpu(32 * GB, 112e12, 900e9, 150e9, 12e9),
+    "A6000": Gpu(48 * GB, 155e12, 768e9, 24e9, 24e9, has_fp8=False),
+    "A10G": Gpu(24 * GB, 70e12, 600e9, 12e9, 12e9, has_fp8=False),
+    "V100-32": Gpu(32 * GB, 112e12, 900e9, 150e9, 12e9, has_fp8=False),
     "5090": Gpu(32 * GB, 210e12, 1790e9, 50e9, 50e9),
     "4090": Gpu(24 * GB, 165e12, 1008e9, 24e9, 24e9),
-    "3090": Gpu(24 * GB, 71e12, 936e9, 24e9, 24e9),
+    "3090": Gpu(24 * GB, 71e12, 936e9, 24e9, 24e9, has_fp8=False),
 }
 
 
@@ -183,7 +185,8 @@ def cpu_ranks(ranks: int, measured: Measured) -> Machine:
     links, products = measured.links, measured.products or 1e11
     share = measured.host_free_bytes // ranks
     sent = links.sent if links is not None else 1e9
-    cores = Gpu(share, products / ranks, 2e9 * measured.host_copy / ranks, sent / 0.8, 1e9 * measured.host_copy)
+    bandwidth = 2e9 * measured.host_copy / ranks
+    cores = Gpu(share, products / ranks, bandwidth, sent / 0.8, 1e9 * measured.host_copy, has_fp8=False)
     return Machine(
         "CPU",
         cores,
