@@ -207,6 +207,7 @@ def fp8_gather_conflict(config: Config) -> str | None:
             f"{name} = {value}"
             for name, value, excludes in (
                 ("fp8.recipe", fp8.recipe, fp8.recipe == "rowwise"),
+                ("onefold.delayed_host_step", "true", config.onefold.delayed_host_step),
                 (
                     "zero_optimization.offload_param.device",
                     zero.offload_param.device,

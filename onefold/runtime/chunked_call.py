@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from onefold.runtime.parameter_proxy import is_sharded
 from onefold.runtime.torch_internals import outside_checkpoint, tensors_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -229,10 +230,17 @@ class ChunkedCall:
         ]
         if not pairs:
             return [None] * len(targets)
-        found = torch.autograd.grad(
-            [output for output, _ in pairs], targets, [gradient for _, gradient in pairs], allow_unused=True
-        )
+        outputs, received = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        found = torch.autograd.grad(outputs, [*map(_edge, targets)], received, allow_unused=True)
         return list(reversed(found))
+
+
+def _edge(target: Tensor) -> Any:
+    """Return a tensor whose gradient is computed, or the node of a Parameter without values."""
+    if not is_sharded(target):
+        return target
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(target)
 
 
 class _InChunks(torch.autograd.Function):

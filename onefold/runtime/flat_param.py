@@ -185,6 +185,11 @@ class FlatParam:
             )
         return shard.values
 
+    def stepped_shard(self) -> torch.Tensor:
+        """Return this rank's shard once the host has stepped it."""
+        self.store.finish_step()
+        return self.shard_on_device()
+
     def invalidate_secondary(self, *, values_change: bool = True) -> None:
         """Discard copies of the unsharded values, and scales in FP8, before the values change on every rank."""
         self._secondary_serves = self._fills_secondary = False

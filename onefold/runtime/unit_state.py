@@ -115,7 +115,7 @@ class UnitContext:
         # Whether a step follows the present backward.
         self.before_step = False
         params = [param for unit in self.sharded_units for param in unit.sharded_params]
-        self.fp8_scales = Fp8Scales([(param.fp8, param.shard_on_device) for param in params if param.fp8 is not None])
+        self.fp8_scales = Fp8Scales([(param.fp8, param.stepped_shard) for param in params if param.fp8 is not None])
         # Gradients that are not in their slots yet.
         self.gradients = GradientBatch()
         # Called with each shard whose gradient is complete, in the last backward before a step.

@@ -6,6 +6,7 @@ import json
 import logging
 from typing import Any
 
+import peft
 import pytest
 import torch
 from models import Net, batches, config, first_difference, more, start, train
@@ -173,6 +174,8 @@ def problems_of_stages(world: int, options: dict[str, Any]) -> list[str]:
         more({"zero_optimization": {"overlap_comm": False}}),
         more({"onefold": {"collective": "native"}}),
         more({"onefold": {"master_dtype": "bf16_int16"}}),
+        more({"onefold": {"state_dtype": "int8"}}),
+        more({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}),
     ],
     ids=str,
 )
@@ -222,6 +225,83 @@ def problems_of_interruptions(folder: str) -> list[str | None]:
 
 def test_evaluation_writes_frozen_layers_and_resuming_keep_stages_equal(on_ranks, tmp_path):
     assert on_ranks(2, problems_of_interruptions, str(tmp_path)) == [[None, None]] * 2
+
+
+def problems_of_offload(zero: dict[str, Any], onefold: dict[str, Any]) -> list[str | None]:
+    host = {"offload_optimizer": {"device": "cpu"}}
+    options = {"gradient_accumulation_steps": 2, "onefold": onefold}
+    expected = trained(2, zero_optimization=host, **options)[0]
+    found = []
+    for all_gather in (None, False):
+        got = trained(3, all_gather=all_gather, zero_optimization=host | zero, **options)[0]
+        found.append(first_difference(got, expected, f"all_gather {all_gather} "))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("zero", "onefold"),
+    [
+        ({}, {}),
+        more({"overlap_comm": True}, {}),
+        more({}, {"step_in_backward": True}),
+        more({"offload_param": {"device": "cpu"}}, {}),
+    ],
+    ids=str,
+)
+def test_offloaded_states_keep_stages_equal(on_ranks, zero, onefold):
+    assert on_ranks(2, problems_of_offload, zero, onefold) == [[None, None]] * 2
+
+
+def problems_of_adapters() -> list[str | None]:
+    """LoRA on frozen layers in FP8: its own layers are too narrow."""
+    runs = []
+    for stage, all_gather in ((0, None), (2, None), (3, None), (3, False)):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(Wide(), peft.LoraConfig(r=4, target_modules=["up", "down"]))  # type: ignore[arg-type]
+        engine = start(model, settings(stage, all_gather=all_gather))
+        runs.append(train(engine, 4))
+        names = set(engine.state.fp8.layers)
+        assert all(name.endswith("base_layer") for name in names), names
+        assert len(names) == 6
+    return [first_difference(run, runs[0]) for run in runs]
+
+
+def test_adapters_on_frozen_layers(on_ranks):
+    assert on_ranks(2, problems_of_adapters) == [[None] * 4] * 2
+
+
+def problems_of_chunks() -> list[str | None]:
+    runs = [
+        trained(stage, all_gather=all_gather, onefold={"batch_chunks": 2})[0]
+        for stage, all_gather in ((2, None), (3, None), (3, False))
+    ]
+    return [first_difference(run, runs[0]) for run in runs]
+
+
+def test_chunked_blocks(on_ranks):
+    assert on_ranks(2, problems_of_chunks) == [[None] * 3] * 2
+
+
+def losses_close_to_bf16(recipe: str) -> tuple[float, float]:
+    found = []
+    for fp8 in ({}, EMULATED | {"recipe": recipe}):
+        torch.manual_seed(0)
+        engine = start(Wide(), config(3, fp8=fp8, bf16={"enabled": True}))
+        losses = []
+        for x, y in batches(300, seed=5)[:30] * 10:
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(sum(losses[-30:]) / 30)
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_loss_after_300_steps_is_that_of_bf16(on_ranks, recipe):
+    for bf16, fp8 in on_ranks(2, losses_close_to_bf16, recipe):
+        assert fp8 == pytest.approx(bf16, rel=0.01), (bf16, fp8)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
