@@ -10,6 +10,7 @@ from torch import nn
 
 from onefold.runtime import Hooks, Unit
 from onefold.runtime.batch_chunks import ChunkedForward
+from onefold.runtime.torch_internals import expect_compiler
 
 
 class CompiledUnits:
@@ -20,6 +21,7 @@ class CompiledUnits:
 
     def compile(self, units: Iterable[Unit], hooks: Hooks, backend: Any, options: dict[str, Any]) -> None:
         """Compile the forward of each unit that encloses no others."""
+        expect_compiler()
         for unit in (unit for unit in units if not unit.encloses):
             hooks.stop_watching(unit.module)
             forward = unit.module.forward

@@ -6,8 +6,8 @@ every rank computes the largest magnitude of its slice of each weight, and one s
 scales (`Fp8Scales.refresh`). An all-gather then casts the rank's shard with these scales, and sends one byte per
 element. The layers multiply the bytes as they arrive. The result has the same bits as a cast of the unsharded weight.
 
-The Parameters have no values meanwhile: reading one raises (`ParamHandle.operate`), and gives NaN once the program has
-compiled a function. `GatheredParameters` gathers the weights themselves.
+The Parameters have no values meanwhile: reading one raises (`ParamHandle.operate`), and gives NaN in programs
+that compile functions. `GatheredParameters` gathers the weights themselves.
 """
 
 from __future__ import annotations

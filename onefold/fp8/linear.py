@@ -5,8 +5,9 @@
     input gradient  = gradient x weight            columns of outputs
     weight gradient = gradient^T x input           tokens
 Both factors of a product are stored with the contracted dimension last, as the hardware needs them. So the second and
-third products read transposes. With one scale per tensor, these are copies of the FP8 values: the input is saved for
-backward in FP8. With one scale per row, the transposes have other rows and are cast again from the original tensors.
+third products read transposes. With one scale per tensor, a cast also writes the transpose, and the transposed input is
+saved for backward, in FP8. With one scale per row, the transposes have other rows and are cast from the original
+tensors, which are saved.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from onefold.fp8.scaled_tensor import E4M3, E5M2, ScaledTensor, multiply, pad_columns, to_fp8, transposed
+from onefold.fp8.scaled_tensor import E4M3, E5M2, ScaledTensor, multiply, to_fp8, to_fp8_by_row, transpose
 
 _CAST = "_onefold_fp8"
 
@@ -83,11 +84,17 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         ctx.state, ctx.dtypes, ctx.shape = state, (input.dtype, weight.dtype), input.shape
         rows = input.reshape(-1, input.shape[-1])
-        of_input = _input_in_fp8(input, rows, by_row=state.by_row)
-        of_weight = _weight_in_fp8(weight, gathered, gathered_scale, by_row=state.by_row)
         saved: tuple[Tensor | None, ...] = (None, None)
-        if ctx.needs_input_grad[1]:  # otherwise the input is not needed in backward
-            saved = (rows, None) if state.by_row else (of_input.values, of_input.inverse_scale)
+        if state.by_row:
+            of_input, of_weight = to_fp8_by_row(rows), to_fp8_by_row(weight.detach())
+            saved = (rows, None)
+        else:
+            of_input, for_backward = _input_in_fp8(input, rows, transposed=ctx.needs_input_grad[1])
+            of_weight = _weight_in_fp8(weight, gathered, gathered_scale)
+            if for_backward is not None:
+                saved = for_backward.values, for_backward.inverse_scale
+        if not ctx.needs_input_grad[1]:
+            saved = (None, None)
         # A weight that is gathered in FP8 has no other values.
         ctx.save_for_backward(*saved, weight if gathered is None else None, gathered, gathered_scale)
         state.count()
@@ -97,46 +104,53 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        state, by_row = ctx.state, ctx.state.by_row
-        input, input_scale, weight, gathered, gathered_scale = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        state, dtypes = ctx.state, ctx.dtypes
         to_input, to_weight = ctx.needs_input_grad[:2]
-        of_gradient = to_fp8(rows, E4M3 if by_row else E5M2, by_row=by_row)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        input, input_scale, weight, gathered, gathered_scale = ctx.saved_tensors
         of_inputs = of_weights = None
+        as_it_is: Any = None
+        turned: Any = None
+        if not state.by_row:
+            as_it_is, turned = to_fp8(rows, E5M2, as_it_is=to_input, transposed=to_weight)
         if to_input:
-            if by_row:
-                of_weight = to_fp8(weight.detach().t(), E4M3, by_row=True)
+            if state.by_row:
+                left, right = to_fp8_by_row(rows), to_fp8_by_row(weight.detach().t())
             else:
-                of_weight = transposed(_weight_in_fp8(weight, gathered, gathered_scale, by_row=False))
-            of_inputs = multiply(of_gradient, of_weight, ctx.dtypes[0], emulate=state.emulate, fast=False)
-            of_inputs = of_inputs.view(ctx.shape)
+                left, right = as_it_is, _weight_in_fp8(weight, gathered, gathered_scale, transposed=True)
+            of_inputs = multiply(left, right, dtypes[0], emulate=state.emulate, fast=False).view(ctx.shape)
             state.count()
         if to_weight:
-            if by_row:
-                left, right = (to_fp8(each.t(), E4M3, by_row=True) for each in (rows, input))
+            if state.by_row:
+                left, right = to_fp8_by_row(rows.t()), to_fp8_by_row(input.t())
             else:
-                left, right = transposed(of_gradient), transposed(ScaledTensor(input, input_scale))
-            left, right = pad_columns(left), pad_columns(right)
-            of_weights = multiply(left, right, ctx.dtypes[1], emulate=state.emulate, fast=False)
+                left, right = turned, ScaledTensor(input, input_scale)
+            of_weights = multiply(left, right, dtypes[1], emulate=state.emulate, fast=False)
             state.count()
         return of_inputs, of_weights, None, None, None, None
 
 
-def _input_in_fp8(input: Tensor, rows: Tensor, *, by_row: bool) -> ScaledTensor:
+def _input_in_fp8(input: Tensor, rows: Tensor, *, transposed: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Cast the input of a layer, once for all layers that get the same tensor, such as queries, keys and values."""
     if torch.compiler.is_compiling() or input.is_inference():  # the compiler finds equal casts itself
-        return to_fp8(rows, E4M3, by_row=by_row)
-    version, found = getattr(input, _CAST, (None, None))
-    if found is None or version != (input._version, by_row):
-        found = to_fp8(rows, E4M3, by_row=by_row)
-        setattr(input, _CAST, ((input._version, by_row), found))
-    return found  # type: ignore[no-any-return]
+        return to_fp8(rows, E4M3, as_it_is=True, transposed=transposed)  # type: ignore[return-value]
+    version, found, turned = getattr(input, _CAST, (None, None, None))
+    if found is None or version != input._version:
+        found, turned = to_fp8(rows, E4M3, as_it_is=True, transposed=transposed)
+    elif transposed and turned is None:
+        turned = transpose(found)
+    setattr(input, _CAST, (input._version, found, turned))
+    return found, turned if transposed else None  # type: ignore[return-value]
 
 
 def _weight_in_fp8(
-    weight: Tensor, gathered: Tensor | None, inverse_scale: Tensor | None, *, by_row: bool
+    weight: Tensor, gathered: Tensor | None, inverse_scale: Tensor | None, *, transposed: bool = False
 ) -> ScaledTensor:
-    """Return the weight that arrived in FP8, or cast it."""
-    if gathered is not None and inverse_scale is not None and gathered.numel():
-        return ScaledTensor(gathered, inverse_scale)
-    return to_fp8(weight.detach(), E4M3, by_row=by_row)
+    """Return the weight that arrived in FP8, or cast it. For the input gradient, it is transposed."""
+    if gathered is not None and inverse_scale is not None:
+        arrived = ScaledTensor(gathered, inverse_scale)
+        return transpose(arrived) if transposed else arrived
+    as_it_is, turned = to_fp8(weight.detach(), E4M3, as_it_is=not transposed, transposed=transposed)
+    found = turned if transposed else as_it_is
+    assert found is not None
+    return found

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onefold.gpu_kernels import kernels_of
+
 # Inputs and weights are in the format with more digits, gradients in that with more range.
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The hardware multiplies matrices whose sizes are multiples of this number.
 ALIGNMENT = 16
 _SMALLEST = 1e-12
+_kernels = kernels_of("onefold.fp8.cast_kernels", "casts to FP8")
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,56 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 def round_to_fp8(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor times a scale in FP8."""
     limit = torch.finfo(dtype).max
-    return (tensor.float() * scale).clamp(-limit, limit).to(dtype)
+    return (tensor.float() * scale).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
-def to_fp8(matrix: Tensor, dtype: torch.dtype, *, by_row: bool) -> ScaledTensor:
-    """Cast a matrix to FP8 with one scale, or with one for each row."""
-    magnitudes = matrix.detach().abs()
-    scale = scale_of(magnitudes.amax(dim=1, keepdim=True) if by_row else magnitudes.amax(), dtype)
-    if by_row:
-        scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # without the digits after the first
-    return ScaledTensor(round_to_fp8(matrix, scale, dtype), scale.reciprocal())
+def to_fp8_by_row(matrix: Tensor) -> ScaledTensor:
+    """Cast a matrix to FP8 with a scale for each row. Columns of zeros make their number a multiple of 16."""
+    largest = torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1, keepdim=True)
+    scale = scale_of(largest, E4M3)
+    scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # without the digits after the first
+    return ScaledTensor(_padded(round_to_fp8(matrix, scale, E4M3)), scale.reciprocal())
 
 
-def transposed(matrix: ScaledTensor) -> ScaledTensor:
-    """Return the transpose of a matrix with one scale, as a copy, because products need rows in memory."""
-    return ScaledTensor(matrix.values.t().contiguous(), matrix.inverse_scale)
+def to_fp8(
+    matrix: Tensor, dtype: torch.dtype, *, as_it_is: bool, transposed: bool
+) -> tuple[ScaledTensor | None, ScaledTensor | None]:
+    """Cast a matrix to FP8 with one scale. Return it as it is, and its transpose as `transpose` does, or None."""
+    largest = torch.linalg.vector_norm(matrix.detach(), torch.inf)
+    kernels = None if torch.compiler.is_compiling() else _kernels(matrix)
+    if kernels is None:
+        scale = scale_of(largest, dtype)
+        found = ScaledTensor(round_to_fp8(matrix, scale, dtype), scale.reciprocal())
+        return found if as_it_is else None, transpose(found) if transposed else None
+    num_rows, num_columns = matrix.shape
+    rows = matrix.new_empty(num_rows, num_columns, dtype=dtype) if as_it_is else None
+    columns = matrix.new_empty(num_columns, _aligned(num_rows), dtype=dtype) if transposed else None
+    inverse = largest.new_empty((), dtype=torch.float32)
+    kernels.cast(matrix.detach(), largest, rows, columns, inverse)
+    return tuple(None if values is None else ScaledTensor(values, inverse) for values in (rows, columns))  # type: ignore[return-value]
+
+
+def transpose(matrix: ScaledTensor) -> ScaledTensor:
+    """Return the transpose of a matrix with one scale, as a copy, because products need rows in memory.
+
+    Columns of zeros, which add nothing to a product, make their number a multiple of 16.
+    """
+    values = matrix.values
+    kernels = None if torch.compiler.is_compiling() else _kernels(values)
+    if kernels is None or not values.numel():
+        return ScaledTensor(_padded(values.t().contiguous()), matrix.inverse_scale)
+    target = values.new_empty(values.shape[1], _aligned(values.shape[0]))
+    kernels.transpose(values.view(torch.uint8), target.view(torch.uint8))
+    return ScaledTensor(target, matrix.inverse_scale)
+
+
+def _padded(values: Tensor) -> Tensor:
+    missing = _aligned(values.shape[1]) - values.shape[1]
+    return torch.nn.functional.pad(values, (0, missing)) if missing else values
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def multiply(left: ScaledTensor, right: ScaledTensor, dtype: torch.dtype, *, emulate: bool, fast: bool) -> Tensor:
@@ -73,12 +111,3 @@ def multiply(left: ScaledTensor, right: ScaledTensor, dtype: torch.dtype, *, emu
         out_dtype=torch.bfloat16 if by_row else dtype,  # kernels for rows write no other format
         use_fast_accum=fast or by_row,
     ).to(dtype)
-
-
-def pad_columns(matrix: ScaledTensor) -> ScaledTensor:
-    """Append columns of zeros, which add nothing to a product, until their number is a multiple of the alignment."""
-    missing = -matrix.values.shape[1] % ALIGNMENT
-    if not missing:
-        return matrix
-    values = torch.nn.functional.pad(matrix.values.view(torch.uint8), (0, missing)).view(matrix.values.dtype)
-    return ScaledTensor(values, matrix.inverse_scale)

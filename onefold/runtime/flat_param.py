@@ -18,7 +18,7 @@ from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.buffers import gathers_in_fp8, stays_unsharded
 from onefold.runtime.flat_grad import FlatGrad, views_of_members
 from onefold.runtime.parameter_proxy import attach_values, detach_values, is_sharded, set_data, set_proxy_class
-from onefold.runtime.torch_internals import has_compiled
+from onefold.runtime.torch_internals import compiles
 
 
 class FlatParam:
@@ -159,7 +159,7 @@ class FlatParam:
             self.fp8.attach()
             for index in range(len(self.parameters)):  # autograd records the shapes of inputs
                 self.attach_shape_placeholder(index)
-                if has_compiled():  # the compiler takes no Parameter that intercepts functions
+                if compiles():  # the compiler takes no Parameter that intercepts functions
                     set_proxy_class(self.parameters[index], sharded=False)
             return
         attach_values(self.parameters, views_of_members(self.full, self.layout))

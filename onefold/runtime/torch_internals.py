@@ -147,10 +147,19 @@ def outside_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
-def has_compiled() -> bool:
-    """Return whether torch has compiled a function in this process."""
+_expects_compiler = False
+
+
+def expect_compiler() -> None:
+    """Note that functions are about to be compiled."""
+    global _expects_compiler
+    _expects_compiler = True
+
+
+def compiles() -> bool:
+    """Return whether torch has compiled a function in this process, or `expect_compiler` was called."""
     compiler: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return compiler is not None and bool(compiler.output_codes.seen_ids)
+    return _expects_compiler or (compiler is not None and bool(compiler.output_codes.seen_ids))
 
 
 def constant_in_graphs(function: Callable[[], bool]) -> Callable[[], bool]:
