@@ -242,7 +242,7 @@ BUDGETS = {
     "optim": 5_795,
     "plan": 2_190,
     "report": 1_630,
-    "runtime": 5_820,
+    "runtime": 5_830,
     "sequence": 1_000,
     "tools": 8_530,
     "top": 2_040,
