@@ -98,6 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--device-memory", type=float, help="onefold.device_memory of offloaded systems, in GB")
     parser.add_argument("--recompute", action="store_true", help="keep only the inputs of blocks for backward")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument(
         "--batch-chunks",
         type=parse_chunks,
@@ -323,6 +324,7 @@ def run_jobs(arguments: argparse.Namespace, details: dict[str, str], environment
                 num_warmup_steps=arguments.warmup,
                 device="cuda",
                 recompute=arguments.recompute,
+                compiled=arguments.compile,
                 micro_steps=arguments.micro_steps,
                 device_memory=arguments.device_memory,
                 batch_chunks=arguments.batch_chunks,

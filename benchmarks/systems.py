@@ -45,6 +45,8 @@ class Workload:
     """`onefold.device_memory` of offloaded systems, in GB."""
     batch_chunks: int | str = 0
     """`onefold.batch_chunks` of onefold's systems, which then also compute the loss in tiles."""
+    compiled: bool = False
+    """Blocks are compiled."""
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -94,8 +96,27 @@ def _torch_loop(
     return step
 
 
+def compile_blocks(model: nn.Module, workload: Workload) -> nn.Module:
+    for block in model.blocks if workload.compiled else ():  # type: ignore[union-attr]
+        block.compile()  # type: ignore[operator]
+    return model
+
+
 def _plain(construct: Construct, workload: Workload) -> Step:
-    return _torch_loop(construct(), workload, autocast=workload.dtype == "bf16")
+    return _torch_loop(compile_blocks(construct(), workload), workload, autocast=workload.dtype == "bf16")
+
+
+def _torchao_fp8(recipe: str) -> Callable[[Construct, Workload], Step]:
+    """Plain torch, with the linear layers of blocks converted by torchao."""
+
+    def build(construct: Construct, workload: Workload) -> Step:
+        float8 = importlib.import_module("torchao.float8")
+        model = construct()
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "blocks" in name)
+        return _torch_loop(compile_blocks(model, workload), workload, autocast=workload.dtype == "bf16")
+
+    return build
 
 
 def _plain_muon(construct: Construct, workload: Workload) -> Step:
@@ -144,6 +165,7 @@ def _fsdp2(
         if workload.dtype == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         rest = CPUOffloadPolicy() if offload else OffloadPolicy()
+        compile_blocks(model, workload)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=rest)
@@ -210,17 +232,24 @@ ONE_AHEAD = {
 
 
 def _onefold(
-    stage: int, limits: dict[str, int] | None = None, optimizer: dict[str, Any] | None = None, **own: Any
+    stage: int,
+    limits: dict[str, int] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    fp8: dict[str, Any] | None = None,
+    **own: Any,
 ) -> Callable[[Construct, Workload], Step]:
     def build(construct: Construct, workload: Workload) -> Step:
         import onefold
 
         config = {**zero_config(stage, workload), "onefold": {**own, "batch_chunks": workload.batch_chunks}}
         config["optimizer"] = optimizer or config["optimizer"]
+        config |= {"fp8": {"enabled": True, **fp8}} if fp8 is not None else {}
         config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
         with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
             model = construct()
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
+        if workload.compiled:
+            engine.compile()
         return _engine_loop(engine)
 
     return build
@@ -289,6 +318,12 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "muon-onefold-0": _onefold(0, optimizer=MUON),
     "muon-onefold-2": _onefold(2, optimizer=MUON),
     "muon-onefold-3": _onefold(3, NOTHING_KEPT, optimizer=MUON),
+    "fp8-torchao": _torchao_fp8("tensorwise"),
+    "fp8-torchao-rowwise": _torchao_fp8("rowwise"),
+    "fp8-onefold-2": _onefold(2, fp8={}),
+    "fp8-onefold-2-rowwise": _onefold(2, fp8={"recipe": "rowwise"}),
+    "fp8-onefold-3": _onefold(3, NOTHING_KEPT, fp8={}),
+    "fp8-onefold-3-bf16-gathers": _onefold(3, NOTHING_KEPT, fp8={"all_gather": False}),
     "8bit-bitsandbytes": _plain_8bit("bitsandbytes.optim"),
     "8bit-torchao": _plain_8bit("torchao.optim"),
     "8bit-onefold-2": _onefold(2, **INT8),
@@ -350,7 +385,7 @@ def parse_systems(text: str) -> list[str]:
 
 def missing_reason(system: str) -> str | None:
     """Why a system cannot run here at all, or None."""
-    for package in ("deepspeed", "onefold"):
+    for package in ("deepspeed", "onefold", "torchao"):
         if package in system.split("-") and importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     return None
