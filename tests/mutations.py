@@ -140,8 +140,8 @@ MUTATIONS = [
     Mutation(
         "stale-second-shard",
         "onefold/runtime/flat_param.py",
-        'in FP8, before the values change on every rank."""\n        self._secondary_serves = self._fills_secondary = False',
-        'in FP8, before the values change on every rank."""\n        self._fills_second = False',
+        'values change on every rank."""\n        self._secondary_serves = self._fills_secondary = False',
+        'values change on every rank."""\n        self._fills_second = False',
         "test_wires.py",
     ),
     Mutation(
