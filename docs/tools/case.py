@@ -40,6 +40,8 @@ class Case:
     """Bytes per node."""
     micro_batch: int
     sequence_length: int
+    sequence_parallel: int
+    """GPUs that compute each sequence together."""
     recompute: bool
     accumulates: bool
     """Whether a step has several micro-steps."""

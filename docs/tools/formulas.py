@@ -224,7 +224,8 @@ def gradients_at_step(case: Case) -> float:
 
 
 def tokens(case: Case) -> float:
-    return case.micro_batch * case.sequence_length
+    """Return the tokens of a micro-batch that one GPU computes."""
+    return case.micro_batch * case.sequence_length / case.sequence_parallel
 
 
 def norm_activations(case: Case) -> float:
@@ -245,7 +246,7 @@ def block_activations(case: Case) -> float:
 
 def rotary_bytes(case: Case) -> float:
     """Return the bytes of sines and cosines of a block, which a batch shares."""
-    return 2 * case.itemsize * case.sequence_length * (case.hidden / case.heads)
+    return 2 * case.itemsize * case.sequence_length / case.sequence_parallel * (case.hidden / case.heads)
 
 
 def one_block(case: Case) -> float:

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     **{"gpus": 8, "nodes": 1, "gpu_memory": 80, "host_memory": 2048, "nvme": 8000},
     **{"stage": 2, "offload_optimizer": "none", "offload_param": "none", "precision": "bf16"},
     **{"state_dtype": "fp32", "master_dtype": "fp32"},
-    **{"micro_batch": 1, "sequence_length": 4096, "accumulation": 1, "recompute": True},
+    **{"micro_batch": 1, "sequence_length": 4096, "sequence_parallel": 1, "accumulation": 1, "recompute": True},
 }
 """Values of the controls: a `Case` with a stage and a precision by name, and memory in GB."""
 
@@ -55,6 +55,7 @@ CHOICES: dict[str, list[Any]] = {
     "stage": list(TABLE),
     "offload_optimizer": ["none", "cpu", "nvme"],
     "offload_param": ["none", "cpu", "nvme"],
+    "sequence_parallel": [1, 2, 4, 8],
     "precision": ["bf16", "fp32"],
     "state_dtype": ["fp32", "int8"],
     "master_dtype": ["fp32", "bf16_int16", "bf16_int8"],

@@ -185,6 +185,8 @@ def model_of(case: Case) -> nn.Module:
 def config_of(values: dict[str, Any]) -> dict[str, Any]:
     """The config that the page shows, in Python."""
     batch = {"train_micro_batch_size_per_gpu": values["micro_batch"]}
+    if values["sequence_parallel"] > 1:
+        batch["sequence_parallel_size"] = values["sequence_parallel"]
     return {**setting_of(values), **batch, "gradient_accumulation_steps": values["accumulation"]}
 
 
@@ -263,6 +265,7 @@ def test_the_peak_of_a_gpu_is_that_of_the_dry_run(seed):
     # A dry run has all on the device, where a single rank in stage 3 is cut otherwise than with offload.
     gpus = rng.choice([2, 8])
     values = random_values(rng, gpus=gpus, accumulation=1, precision="fp32" if seed == 7 else "bf16", stage=seed % 4)
+    values["sequence_parallel"] = 1 + seed // 4
     case, found = case_of(values), forecast_of(values)
     assert formulas.allocated(case) == pytest.approx(found.device.allocated, rel=0.1), values
     # What the allocator keeps is a share of that here, and replayed there.

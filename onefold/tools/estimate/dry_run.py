@@ -160,8 +160,14 @@ def _step_with_passes(
 
 def _divided(engine: Engine) -> Callable[..., Any]:
     """Return a function that calls the engine with its rank's part of a batch."""
-    split = engine.sequence_parallel.split
-    return (lambda *args, **kwargs: engine(*split(args), **split(kwargs))) if engine.plan.sequence_size > 1 else engine
+    if engine.plan.sequence_size == 1:
+        return engine
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        split = engine.sequence_parallel.split
+        return engine(*(split(args) if args else ()), **(split(kwargs) if kwargs else {}))
+
+    return call
 
 
 def _step(engine: Engine, *, offloads: bool) -> None:
