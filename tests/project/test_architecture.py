@@ -244,7 +244,7 @@ BUDGETS = {
     "report": 1_630,
     "runtime": 5_830,
     "sequence": 1_000,
-    "tools": 8_530,
+    "tools": 8_535,
     "top": 2_040,
     "utils": 550,
 }
