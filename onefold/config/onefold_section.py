@@ -128,6 +128,15 @@ class OnefoldSection:
         minimum=0,
         auto=True,
     )
+    tiled_loss: int | None = key(
+        0,
+        "Number of tiles of tokens in which causal language models of transformers compute logits and loss in "
+        "training, so that all logits never exist at one time. They return no logits then. true: tiles of about 256 "
+        "MiB of logits; 0: whole logits.",
+        minimum=0,
+        auto=True,
+        true_is_auto=True,
+    )
     nccl_error_handling: Literal["onefold", "torch"] = key(
         "onefold",
         "Component that ends NCCL collectives that hang. onefold: the hang detector, which names the ranks, with "

@@ -244,6 +244,9 @@ class Plan:
     batch_chunks: int | None = 0
     """The number of chunks in which blocks compute a batch. None chooses it by the batch, 0 computes it whole."""
 
+    loss_tiles: int | None = 0
+    """The number of tiles of tokens of logits and loss. None chooses it by the vocabulary, 0 computes them whole."""
+
     @property
     def num_micro_steps(self) -> int:
         """The number of micro-steps that matters for dtypes and buffers: 1, or 2 for any larger number."""
@@ -369,6 +372,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         ),
         sequence_size=config.sequence_parallel_size,
         batch_chunks=own.batch_chunks,
+        loss_tiles=own.tiled_loss,
     )
 
 

@@ -137,6 +137,9 @@ def describe(
         of_blocks = [sum(p.layout.numel * (4 + p.dtype.itemsize) for p in unit.trained_params) for unit in blocks]
         lines.append(f"batch chunks      {len(blocks)} blocks compute and recompute each micro-batch in {chunks};")
         lines.append(f"                  gradient sums of a block {format_bytes(max(of_blocks, default=0))}")
+    if plan.loss_tiles != 0:
+        tiles = f"{plan.loss_tiles} tiles" if plan.loss_tiles else "tiles of about 256 MiB of logits"
+        lines.append(f"tiled loss        logits and loss in {tiles}, in training")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)
