@@ -247,6 +247,11 @@ class Plan:
     loss_tiles: int | None = 0
     """The number of tiles of tokens of logits and loss. None chooses it by the vocabulary, 0 computes them whole."""
 
+    mlp_tiles: int | None = 0
+    """The number of tiles of tokens in which MLPs compute. None chooses it by the tokens, 0 computes them whole."""
+    tiled_modules: tuple[str, ...] = ()
+    """Classes, names or name patterns of the modules that compute in these tiles. None are MLPs by structure."""
+
     @property
     def num_micro_steps(self) -> int:
         """The number of micro-steps that matters for dtypes and buffers: 1, or 2 for any larger number."""
@@ -373,6 +378,8 @@ def make_plan(config: Config, world_size: int) -> Plan:
         sequence_size=config.sequence_parallel_size,
         batch_chunks=own.batch_chunks,
         loss_tiles=own.tiled_loss,
+        mlp_tiles=own.tiled_mlp,
+        tiled_modules=own.tiled_mlp_modules,
     )
 
 

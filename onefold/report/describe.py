@@ -26,6 +26,7 @@ from onefold.plan.speculation import second_bytes
 from onefold.plan.traffic import is_stepped_early, is_streamed
 from onefold.runtime import Schedule, Unit
 from onefold.runtime.batch_chunks import ROWS_OF_CHUNK
+from onefold.runtime.tiled_modules import TiledForward
 
 
 def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
@@ -140,6 +141,11 @@ def describe(
     if plan.loss_tiles != 0:
         tiles = f"{plan.loss_tiles} tiles" if plan.loss_tiles else "tiles of about 256 MiB of logits"
         lines.append(f"tiled loss        logits and loss in {tiles}, in training")
+    if plan.mlp_tiles != 0:
+        forwards = (module.forward for unit in units for module in unit.module.modules())
+        tiled = {id(forward) for forward in forwards if isinstance(forward, TiledForward)}
+        tiles = f"{plan.mlp_tiles} tiles" if plan.mlp_tiles else f"tiles of about {ROWS_OF_CHUNK:,} tokens"
+        lines.append(f"tiled MLPs        {len(tiled)} modules compute and recompute their tokens in {tiles}")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)
