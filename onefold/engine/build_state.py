@@ -13,6 +13,7 @@ from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
 from onefold.fp8 import convert_layers
+from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
@@ -55,4 +56,6 @@ def build_state(
     state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)
     if plan.loss_tiles != 0:
         state.replacements += tile_losses(model, plan.loss_tiles)
+    if plan.host_checkpoints:
+        state.replacements.append(HostCheckpoints(model))
     return state

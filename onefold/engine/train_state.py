@@ -14,6 +14,7 @@ from onefold.comm import Group
 from onefold.fp8 import Fp8Layers
 from onefold.loader import ResumableLoader
 from onefold.log import logger
+from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
@@ -40,7 +41,7 @@ class TrainState:
     """Parameters that require gradients and are in no optimizer group."""
     sequence: SequenceParallel
     fp8: Fp8Layers
-    replacements: list[TiledLoss] = field(default_factory=list)
+    replacements: list[TiledLoss | HostCheckpoints] = field(default_factory=list)
     """Functions of the model that are replaced until the engine is closed."""
     lr_scheduler: Any = None
     training_dataloader: Any = None

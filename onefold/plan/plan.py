@@ -252,6 +252,9 @@ class Plan:
     tiled_modules: tuple[str, ...] = ()
     """Classes, names or name patterns of the modules that compute in these tiles. None are MLPs by structure."""
 
+    host_checkpoints: bool = False
+    """The inputs of checkpoints in forwards of the model are stored in host memory."""
+
     @property
     def num_micro_steps(self) -> int:
         """The number of micro-steps that matters for dtypes and buffers: 1, or 2 for any larger number."""
@@ -379,6 +382,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         batch_chunks=own.batch_chunks,
         loss_tiles=own.tiled_loss,
         mlp_tiles=own.tiled_mlp,
+        host_checkpoints=config.activation_checkpointing.cpu_checkpointing,
         tiled_modules=own.tiled_mlp_modules,
     )
 

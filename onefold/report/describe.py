@@ -146,6 +146,8 @@ def describe(
         tiled = {id(forward) for forward in forwards if isinstance(forward, TiledForward)}
         tiles = f"{plan.mlp_tiles} tiles" if plan.mlp_tiles else f"tiles of about {ROWS_OF_CHUNK:,} tokens"
         lines.append(f"tiled MLPs        {len(tiled)} modules compute and recompute their tokens in {tiles}")
+    if plan.host_checkpoints:
+        lines.append("checkpoints       inputs of recomputed functions in host memory")
     if offload_traffic.any:
         lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
     return "\n".join(lines)
