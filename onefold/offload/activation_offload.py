@@ -112,13 +112,12 @@ class OffloadedInput:
         """Start the copy to the device, unless it is started."""
         if self._coming is not None or self.call is None:
             return
-        target = torch.empty_strided(
-            self.tensor.shape, self.tensor.stride(), dtype=self.tensor.dtype, device=self.device
-        )
-        self.call.copies.up += target.nbytes
+        self.call.copies.up += self.tensor.nbytes
+        shape, strides, dtype = self.tensor.shape, self.tensor.stride(), self.tensor.dtype
         if self.device.type == "meta":
-            self._coming = target, COMPLETE
+            self._coming = torch.empty(shape, dtype=dtype, device=self.device), COMPLETE
             return
+        target = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         self.arrived.wait_on_stream()
         self._coming = target, _bus(self.device).up(self.tensor, target)
 
@@ -161,7 +160,8 @@ class Inputs:
         if not movable or not (crosses or self._num_slots is not None):
             return OffloadedInput(tensor, tensor.device, version=tensor._version)
         if tensor.is_meta:
-            place, give_back = torch.empty_like(tensor), None
+            # A dry run allocates no host memory, and counts all tensors on the meta device as device memory.
+            place, give_back = torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.shape), None
         elif self._num_slots is not None:
             device = torch.device("cpu") if self._on_host else tensor.device
             place, give_back = _take_slot(tensor, device, self._num_moved, self._num_slots)

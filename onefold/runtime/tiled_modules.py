@@ -153,8 +153,11 @@ class TiledForward:
         if not trains or (num_tiles <= 1 and self._num_tiles is None):
             return self._function(hidden, *args, **kwargs)
 
+        # The graph holds this function, so it must not refer to the input.
+        ones = (1,) * (hidden.dim() - 2)
+
         def of_tile(tile: Tensor) -> Tensor:
-            part = tile.view(*(1,) * (hidden.dim() - 2), *tile.shape)
+            part = tile.view(*ones, *tile.shape)
             found = self._function(part, *args, **kwargs)
             if not isinstance(found, Tensor) or found.shape[:-1] != part.shape[:-1]:
                 what = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else f"({type(found).__name__})"

@@ -81,6 +81,7 @@ def trained(stage: int, on_host: bool, tiles: int, reentrant: bool) -> tuple[lis
         engine.step()
     weights = {name: tensor.cpu() for name, tensor in weights_of(engine.module).items()}
     engine.close()
+    assert not activation_offload._blocks
     checkpointing._settings, checkpointing._configured_by = Settings(), "nobody"
     return losses, weights, peak
 
@@ -88,35 +89,35 @@ def trained(stage: int, on_host: bool, tiles: int, reentrant: bool) -> tuple[lis
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_checkpoints_on_the_host_have_the_same_bits_and_free_their_memory(nccl, stage, reentrant):
-    plain, host = (trained(stage, on_host, 0, reentrant) for on_host in (False, True))
+    plain, host = (nccl.run(trained, stage, on_host, 0, reentrant)[0] for on_host in (False, True))
     assert host[0] == plain[0]
     assert all(torch.equal(tensor, host[1][name]) for name, tensor in plain[1].items())
     # All inputs but the one in use and the next one.
     assert plain[2] - host[2] > (DEPTH - 4) * INPUT
-    assert not activation_offload._blocks
 
 
 def test_tiles_of_mlps_free_their_hidden_layers(nccl):
-    plain, tiled = (trained(3, True, tiles, False) for tiles in (0, 8))
+    plain, tiled = (nccl.run(trained, 3, True, tiles, False)[0] for tiles in (0, 8))
     assert tiled[0] == pytest.approx(plain[0], rel=1e-2)
     # The hidden layer before and after its activation, of which an eighth remains.
     assert plain[2] - tiled[2] > 4 * INPUT
 
 
-def test_copies_to_the_device_run_beside_the_recomputation(nccl, monkeypatch):
-    """Check by events that the copy for a block ends before the recomputation of the block after it ends."""
-    copies: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    ends: list[torch.cuda.Event] = []
+def copies_and_recomputations() -> tuple[int, list[float]]:
+    """The number of copies to the device, and the milliseconds from each to the recomputation that needs it."""
+    copies: list[torch.cuda.Event] = []
+    begins: list[torch.cuda.Event] = []
     up = Bus.up
 
-    def timed_up(bus: Bus, source: torch.Tensor, target: torch.Tensor, after: Any = None) -> CopyEvent:
-        begun = torch.cuda.Event(enable_timing=True)
-        begun.record(bus._streams["up"])
-        found = up(bus, source, target, after)
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record(bus._streams["up"])
-        copies.append((begun, ended))
+    def event(stream: Any = None) -> torch.cuda.Event:
+        found = torch.cuda.Event(enable_timing=True)
+        found.record(stream or torch.cuda.current_stream())
         return found
+
+    def timed_up(bus: Bus, source: torch.Tensor, target: torch.Tensor, after: Any = None) -> CopyEvent:
+        arrived = up(bus, source, target, after)
+        copies.append(event(bus._streams["up"]))
+        return arrived
 
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -129,21 +130,23 @@ def test_copies_to_the_device_run_beside_the_recomputation(nccl, monkeypatch):
     engine.backward(engine(x))
     engine.step()
     loss = engine(x)
-    monkeypatch.setattr(Bus, "up", timed_up)
-
-    def note(*_: Any) -> None:
-        ends.append(torch.cuda.Event(enable_timing=True))
-        ends[-1].record()
-
     for layer in model.layers:
-        layer.register_forward_pre_hook(note)
-    engine.backward(loss)
-    note()
+        layer.register_forward_pre_hook(lambda *_: begins.append(event()))
+    Bus.up = timed_up  # type: ignore[method-assign]
+    try:
+        engine.backward(loss)
+    finally:
+        Bus.up = up  # type: ignore[method-assign]
+    begins.append(event())
     torch.cuda.synchronize()
-    assert len(copies) == DEPTH
-    assert len(ends) == DEPTH + 1
-    # `ends[n + 1]` is the beginning of the recomputation after block n, so the copy for it must be started before.
-    for place in range(1, DEPTH):
-        assert copies[place][0].elapsed_time(ends[place]) > 0, f"copy {place} starts after block {place - 1}"
     engine.close()
     checkpointing._settings, checkpointing._configured_by = Settings(), "nobody"
+    pairs = zip(copies[1:], begins[1:], strict=False)
+    return len(copies), [arrived.elapsed_time(begun) for arrived, begun in pairs]
+
+
+def test_the_input_of_a_block_has_arrived_when_its_recomputation_begins(nccl):
+    """Check by events that copies overlap the recomputation and backward of the block after."""
+    ((number, early),) = nccl.run(copies_and_recomputations)
+    assert number == DEPTH
+    assert all(milliseconds > 0 for milliseconds in early)

@@ -12,6 +12,7 @@ import torch
 from models import batches, config, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import onefold
@@ -157,6 +158,16 @@ def test_a_checkpoint_around_the_module_saves_its_own_inputs_and_recomputes_no_t
     layer.mlp.rows.clear()
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), parameters), wanted)
     assert layer.mlp.rows == [2] * 4
+
+
+def test_a_checkpoint_around_the_module_frees_its_input():
+    layer, x = Layer(), torch.randn(2, 4, WIDTH, requires_grad=True)
+    in_tiles(layer.mlp, 4)
+    inputs: list[StorageWeakRef] = []
+    layer.mlp.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    loss = checkpoint(layer, x, use_reentrant=False).sum()
+    assert [storage.expired() for storage in inputs] == [True]
+    loss.backward()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
