@@ -11,8 +11,8 @@ import pytest
 import torch
 from models import batches, config, rank, start, weights_of
 from torch import nn
-from torch.nn import functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
