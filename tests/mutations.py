@@ -189,9 +189,8 @@ MUTATIONS = [
     Mutation(
         "rng-under-recomputation",
         "onefold/checkpointing.py",
-        "contiguous_memory_optimization):\n        return torch_checkpoint(run, *values, use_reentrant=False)",
-        "contiguous_memory_optimization):\n"
-        "        return torch_checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)",
+        "            return torch_checkpoint(run, *values, use_reentrant=False)",
+        "            return torch_checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)",
         "test_checkpointing.py -k random",
     ),
     Mutation(

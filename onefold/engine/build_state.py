@@ -38,7 +38,7 @@ def build_state(
     shared: Collection[int],
 ) -> TrainState:
     """Build the train state of an engine. `shared`: ids of parameters that another engine stores."""
-    if plan.loss_tiles != 0:
+    if plan.activations.loss_tiles != 0:
         check_losses(model)
     window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
     plan = replace(plan, node_size=group.node_size, accumulates=window.accumulates)
@@ -54,8 +54,8 @@ def build_state(
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
     sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
     state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)
-    if plan.loss_tiles != 0:
-        state.replacements += tile_losses(model, plan.loss_tiles)
-    if plan.host_checkpoints:
+    if plan.activations.loss_tiles != 0:
+        state.replacements += tile_losses(model, plan.activations.loss_tiles)
+    if plan.activations.host_checkpoints:
         state.replacements.append(HostCheckpoints(model))
     return state

@@ -49,11 +49,11 @@ class HostCopies:
         self.down = self.up = 0
         """Bytes copied to the host and back."""
         self.num_calls = 0
-        self._last: Callable[[], _Call | None] = lambda: None
+        self._last: Callable[[], _OffloadedCall | None] = lambda: None
 
-    def begin_call(self) -> _Call:
+    def begin_call(self) -> _OffloadedCall:
         """Return a new call, which follows the last one that is still needed."""
-        call = _Call(self, self._last)
+        call = _OffloadedCall(self, self._last)
         self._last = weakref.ref(call)
         return call
 
@@ -64,10 +64,10 @@ class HostCopies:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
 
-class _Call:
+class _OffloadedCall:
     """One call of a checkpointed function, with its inputs on the host. It lives as long as one of them."""
 
-    def __init__(self, copies: HostCopies, previous: Callable[[], _Call | None]) -> None:
+    def __init__(self, copies: HostCopies, previous: Callable[[], _OffloadedCall | None]) -> None:
         self.copies, self.previous = copies, previous
         self.inputs: list[weakref.ref[OffloadedInput]] = []
 
@@ -88,7 +88,7 @@ class OffloadedInput:
     """The version of an input that is not copied. torch does not check tensors that a pack hook returns."""
     arrived: CopyEvent = COMPLETE
     """The completion of the copy to the host."""
-    call: _Call | None = None
+    call: _OffloadedCall | None = None
     """The call of an input that is copied to the host."""
     _coming: tuple[Tensor, CopyEvent] | None = None
     """The copy on the device, once it is started."""
@@ -141,7 +141,7 @@ class Inputs:
         self._started: dict[tuple[Any, ...], OffloadedInput] = {}
         self._copies = copies if copies is not None else HostCopies()
         self._copies.num_calls += 1
-        self._call: _Call | None = None
+        self._call: _OffloadedCall | None = None
 
     def start(self, values: Sequence[Any]) -> None:
         """Start the copies of tensors that will be saved when the function has returned."""

@@ -14,6 +14,7 @@ from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
 from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.activations import Activations, make_activations
 from onefold.plan.fp8_plan import Fp8Plan, make_fp8_plan
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
@@ -241,19 +242,8 @@ class Plan:
     limits: Limits = field(default_factory=Limits)
     sequence_size: int = 1
     """The number of neighbouring ranks that compute parts of the same sequences."""
-    batch_chunks: int | None = 0
-    """The number of chunks in which blocks compute a batch. None chooses it by the batch, 0 computes it whole."""
 
-    loss_tiles: int | None = 0
-    """The number of tiles of tokens of logits and loss. None chooses it by the vocabulary, 0 computes them whole."""
-
-    mlp_tiles: int | None = 0
-    """The number of tiles of tokens in which MLPs compute. None chooses it by the tokens, 0 computes them whole."""
-    tiled_modules: tuple[str, ...] = ()
-    """Classes, names or name patterns of the modules that compute in these tiles. None are MLPs by structure."""
-
-    host_checkpoints: bool = False
-    """The inputs of checkpoints in forwards of the model are stored in host memory."""
+    activations: Activations = field(default_factory=Activations)
 
     @property
     def num_micro_steps(self) -> int:
@@ -379,11 +369,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             reuse=zero.stage3_max_reuse_distance,
         ),
         sequence_size=config.sequence_parallel_size,
-        batch_chunks=own.batch_chunks,
-        loss_tiles=own.tiled_loss,
-        mlp_tiles=own.tiled_mlp,
-        host_checkpoints=config.activation_checkpointing.cpu_checkpointing,
-        tiled_modules=own.tiled_mlp_modules,
+        activations=make_activations(config),
     )
 
 

@@ -20,6 +20,7 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
+from onefold.plan.activations import Activations
 from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
 from onefold.plan.device_cache import cached_bytes
 from onefold.plan.speculation import second_bytes
@@ -131,9 +132,19 @@ def describe(
         lines.append(f"sequences         {groups}, each of which computes one micro-batch in parts")
     if fp8:
         lines.append(f"FP8               {fp8}")
+    lines += _describe_activations(units, plan.activations)
+    if offload_traffic.any:
+        lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
+    return "\n".join(lines)
+
+
+def _describe_activations(units: Sequence[Unit], plan: Activations) -> list[str]:
+    """Describe what is computed in chunks and tiles, and where the inputs of checkpoints are."""
+    lines = []
+    about = f"of about {ROWS_OF_CHUNK:,} tokens"
     if plan.batch_chunks != 0:
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
-        chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
+        chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks {about}"
         # The fp32 sums of a block, and the gradients of the chunk that is added to them.
         of_blocks = [sum(p.layout.numel * (4 + p.dtype.itemsize) for p in unit.trained_params) for unit in blocks]
         lines.append(f"batch chunks      {len(blocks)} blocks compute and recompute each micro-batch in {chunks};")
@@ -144,13 +155,11 @@ def describe(
     if plan.mlp_tiles != 0:
         forwards = (module.forward for unit in units for module in unit.module.modules())
         tiled = {id(forward) for forward in forwards if isinstance(forward, TiledForward)}
-        tiles = f"{plan.mlp_tiles} tiles" if plan.mlp_tiles else f"tiles of about {ROWS_OF_CHUNK:,} tokens"
+        tiles = f"{plan.mlp_tiles} tiles" if plan.mlp_tiles else f"tiles {about}"
         lines.append(f"tiled MLPs        {len(tiled)} modules compute and recompute their tokens in {tiles}")
     if plan.host_checkpoints:
         lines.append("checkpoints       inputs of recomputed functions in host memory")
-    if offload_traffic.any:
-        lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
-    return "\n".join(lines)
+    return lines
 
 
 def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:

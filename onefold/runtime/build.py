@@ -104,10 +104,10 @@ def plan_units(
     specs = []
     split = OffloadedStepSplit()
     cuts = cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel())
-    if plan.batch_chunks != 0:
+    if plan.activations.batch_chunks != 0:
         check_blocks(model, cuts)
-    if plan.mlp_tiles != 0:
-        check_tiled_modules(model, plan.tiled_modules, cuts)
+    if plan.activations.mlp_tiles != 0:
+        check_tiled_modules(model, plan.activations.tiled_modules, cuts)
     for found in cuts:
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:

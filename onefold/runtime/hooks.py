@@ -65,9 +65,11 @@ class Hooks:
         self.updates_before_forward = False
         listeners_to_compiled_regions.add(self)
         plan = schedule.context.plan
-        self._blocks = ChunkedBlocks(schedule.units, plan.batch_chunks) if plan.batch_chunks != 0 else None
-        tiles = (plan.tiled_modules, plan.mlp_tiles)
-        self._tiles = TiledModules(model, *tiles) if plan.mlp_tiles != 0 else None
+        self._blocks = (
+            ChunkedBlocks(schedule.units, plan.activations.batch_chunks) if plan.activations.batch_chunks != 0 else None
+        )
+        tiles = (plan.activations.tiled_modules, plan.activations.mlp_tiles)
+        self._tiles = TiledModules(model, *tiles) if plan.activations.mlp_tiles != 0 else None
         schedule.chunk_checks = self._blocks.checks if self._blocks is not None else None
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))

@@ -418,4 +418,7 @@ def test_a_loop_may_call_the_loss_function_with_shifted_labels(on_ranks):
 
 @pytest.mark.parametrize(("value", "tiles"), [(True, None), ("auto", None), (False, 0), (0, 0), (4, 4)])
 def test_the_key_takes_true_or_a_number(value, tiles):
-    assert make_plan(load_config({"train_batch_size": 1, "onefold": {"tiled_loss": value}}), 1).loss_tiles == tiles
+    assert (
+        make_plan(load_config({"train_batch_size": 1, "onefold": {"tiled_loss": value}}), 1).activations.loss_tiles
+        == tiles
+    )

@@ -266,7 +266,7 @@ def test_copies_of_a_model_compute_whole_modules():
 def test_the_key_takes_true_or_a_number(value, tiles):
     keys = {"tiled_mlp": value, "tiled_mlp_modules": ["Mlp"]} if value else {"tiled_mlp": value}
     plan = make_plan(load_config({"train_batch_size": 1, "onefold": keys}), 1)
-    assert (plan.mlp_tiles, plan.tiled_modules) == (tiles, ("Mlp",) if value else ())
+    assert (plan.activations.mlp_tiles, plan.activations.tiled_modules) == (tiles, ("Mlp",) if value else ())
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
