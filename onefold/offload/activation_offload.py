@@ -146,7 +146,7 @@ class Inputs:
     def start(self, values: Sequence[Any]) -> None:
         """Start the copies of tensors that will be saved when the function has returned."""
         for value in values:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 self._started.setdefault(_place(value), self.pack(value))
 
     def pack(self, tensor: Tensor) -> OffloadedInput:
