@@ -283,7 +283,16 @@ def llama(kind: str) -> Any:
     shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": kind == "tied"}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
-    if kind in ("lora", "saved"):
+    if kind == "qlora":
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        for name in [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "_proj" in name]:
+            plain = model.get_submodule(name)
+            packed = Linear4bit(plain.in_features, plain.out_features, bias=False, compute_dtype=torch.float32)
+            packed.weight = Params4bit(plain.weight.data, requires_grad=False, quant_type="nf4")
+            model.set_submodule(name, packed)
+        model.to("cpu")  # packs the weights
+    if kind in ("lora", "saved", "qlora"):
         from peft import LoraConfig, get_peft_model
 
         more = {"modules_to_save": ["lm_head"]} if kind == "saved" else {}
@@ -328,6 +337,7 @@ KEY_CASES = [
     ("plain", {"num_items_in_batch": 50}, {"gradient_accumulation_steps": 2}),
     ("tied", {"shifted": True}, {}),
     ("lora", {"num_items_in_batch": torch.tensor(50)}, {}),
+    ("qlora", {}, {"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
     ("saved", {}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
 ]
 
@@ -335,8 +345,8 @@ KEY_CASES = [
 @pytest.mark.parametrize(("kind", "options", "keys"), KEY_CASES)
 def test_the_key_gives_the_same_training_in_every_stage(on_ranks, kind, options, keys):
     pytest.importorskip("transformers")
-    if kind in ("lora", "saved"):
-        pytest.importorskip("peft")
+    for package in {"plain": [], "tied": [], "qlora": ["peft", "bitsandbytes"]}.get(kind, ["peft"]):
+        pytest.importorskip(package)
     plain = on_ranks(2, trained, kind, 3, False, options, keys)
     tiled = on_ranks(2, trained, kind, 3, 3, options, keys)
     for expected, found in zip(plain, tiled, strict=True):
