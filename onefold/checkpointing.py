@@ -21,13 +21,16 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from onefold.config import ActivationCheckpointing as Settings
 from onefold.config import Config, ConfigError, load_config
 from onefold.log import logger
-from onefold.offload.activation_offload import Inputs, forget_buffers
+from onefold.offload.activation_offload import HostCopies, Inputs, OffloadedInput, forget_buffers
+from onefold.offload.torch_checkpoints import current_copies, own_checkpoint
 
 _SECTION = "activation_checkpointing"
 
 _settings = Settings()
 _configured_by: Literal["nobody", "config", "call"] = "nobody"
 _inside: ContextVar[bool] = ContextVar("onefold_inside_checkpoint", default=False)
+_copies = HostCopies()
+"""Copies of calls outside of forwards of engines with host checkpoints."""
 _times = {"forward": 0.0, "recompute": 0.0, "calls": 0}
 
 
@@ -128,15 +131,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     values = (*args, *kwargs.values())
     # Inside another checkpoint, inputs are activations that the outer one recomputes, so they are not stored.
     if _inside.get() or not (here.cpu_checkpointing or here.contiguous_memory_optimization):
-        return torch_checkpoint(run, *values, use_reentrant=False)
+        with own_checkpoint():
+            return torch_checkpoint(run, *values, use_reentrant=False)
     num_slots = here.number_checkpoints if here.contiguous_memory_optimization else None
     if here.contiguous_memory_optimization and num_slots is None:
         raise ConfigError(
             f"{_SECTION}.contiguous_memory_optimization needs the number of checkpointed calls per forward. "
             f"Set {_SECTION}.number_checkpoints (num_checkpoints= of configure)."
         )
-    inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots)
-    with saved_tensors_hooks(inputs.pack, lambda offloaded: offloaded.back()):
+    inputs = Inputs(values, on_host=here.cpu_checkpointing, num_slots=num_slots, copies=current_copies() or _copies)
+    with own_checkpoint(), saved_tensors_hooks(inputs.pack, OffloadedInput.back):
         outputs = torch_checkpoint(run, *values, use_reentrant=False)
     inputs.wait_for_copies()
     return outputs

@@ -116,7 +116,8 @@ def _type(entry: SectionKey) -> str:
         return "number or list of numbers"
     if hint == Coefficients:
         return "quintic, polar_express or list of 3 numbers"
-    return _NAMES[hint] + (", auto" if entry.key.auto else "")
+    word = "boolean" if entry.key.true_is_auto else "auto"
+    return _NAMES[hint] + (f", {word}" if entry.key.auto else "")
 
 
 _PARAMS: dict[str, dict[str, type]] = {

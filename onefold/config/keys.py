@@ -65,6 +65,8 @@ class Key:
     """true and false are accepted as 1 and 0."""
     auto: bool = False
     """`auto` is a valid value, read as None. For other keys it means that the key is absent."""
+    true_is_auto: bool = False
+    """true is accepted as `auto`, and false as 0."""
     or_one: bool = False
     """A single value is accepted as a list of one element."""
     or_false: bool = False
@@ -330,6 +332,8 @@ def _number(path: str, value: Any, hint: type, key: Key) -> int | float | None:
     kind = ("auto, or " if key.auto else "") + _kind(hint)
     if isinstance(value, bool) and key.flag:
         return int(value)
+    if isinstance(value, bool) and key.true_is_auto:
+        return None if value else 0
     number = as_number(value)
     if isinstance(number, bool) or not isinstance(number, Real) or number != number:
         raise wrong(path, value, kind)

@@ -128,6 +128,31 @@ class OnefoldSection:
         minimum=0,
         auto=True,
     )
+    tiled_loss: int | None = key(
+        0,
+        "Number of tiles of tokens in which causal language models of transformers compute logits and loss in "
+        "training, so that all logits never exist at one time. They return no logits then. true: tiles of about 256 "
+        "MiB of logits; 0: whole logits.",
+        minimum=0,
+        auto=True,
+        true_is_auto=True,
+    )
+    tiled_mlp: int | None = key(
+        0,
+        "Number of tiles of tokens in which MLPs compute in training. Tiles are recomputed in backward, so that the "
+        "activations of one tile are held at a time. A block is gathered once for all tiles. true: tiles of about "
+        "8,192 tokens; 0: no tiles.",
+        minimum=0,
+        auto=True,
+        true_is_auto=True,
+    )
+    tiled_mlp_modules: tuple[str, ...] = key(
+        (),
+        "Classes, names or name patterns (`*`) of the modules that `tiled_mlp` computes in tiles. They must compute "
+        "each token separately. By default, MLPs are found by their layers (`up_proj` and `down_proj`, `fc1` and "
+        "`fc2`, ...), without experts.",
+        switch="tiled_mlp",
+    )
     nccl_error_handling: Literal["onefold", "torch"] = key(
         "onefold",
         "Component that ends NCCL collectives that hang. onefold: the hang detector, which names the ranks, with "

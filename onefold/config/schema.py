@@ -62,7 +62,7 @@ class Aio:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Storage of the inputs of functions that `onefold.checkpointing.checkpoint` recomputes."""
+    """Storage of the inputs of functions that are recomputed by `onefold.checkpointing.checkpoint`."""
 
     partition_activations: bool = noticed(
         False,
@@ -79,7 +79,11 @@ class ActivationCheckpointing:
     contiguous_memory_optimization: bool = key(
         False, "Keep inputs in one buffer of `number_checkpoints` slots. Requires `number_checkpoints`."
     )
-    cpu_checkpointing: bool = key(False, "Keep inputs in host memory.")
+    cpu_checkpointing: bool = key(
+        False,
+        "Keep inputs in host memory. This applies to `torch.utils.checkpoint` in forwards of the engine's model too, "
+        "such as after `gradient_checkpointing_enable()` of transformers.",
+    )
     synchronize_checkpoint_boundary: bool = key(False, "Synchronize the device before and after each call.")
     profile: bool = key(False, "Time each call and each recomputation. This synchronizes the device.")
 

@@ -13,6 +13,7 @@ from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
 from onefold.fp8 import convert_layers
+from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
@@ -20,6 +21,7 @@ from onefold.plan import Plan
 from onefold.pool import Pool
 from onefold.runtime import Schedule, lay_out
 from onefold.sequence import make_sequence_parallel
+from onefold.tiled_loss import check_losses, tile_losses
 from onefold.window import AccumulationWindow
 
 
@@ -36,6 +38,8 @@ def build_state(
     shared: Collection[int],
 ) -> TrainState:
     """Build the train state of an engine. `shared`: ids of parameters that another engine stores."""
+    if plan.activations.loss_tiles != 0:
+        check_losses(model)
     window = AccumulationWindow(batch, managed=plan.loop.manages_accumulation)
     plan = replace(plan, node_size=group.node_size, accumulates=window.accumulates)
     collective = make_collective(plan.collective, group, ledger, device, Wires.of(plan), plan.node_sums)
@@ -49,4 +53,9 @@ def build_state(
     decision = StepDecision(plan, schedule)
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
     sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
-    return TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)
+    state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)
+    if plan.activations.loss_tiles != 0:
+        state.replacements += tile_losses(model, plan.activations.loss_tiles)
+    if plan.activations.host_checkpoints:
+        state.replacements.append(HostCheckpoints(model))
+    return state

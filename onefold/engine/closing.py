@@ -64,6 +64,8 @@ class EngineParts:
             self.handles.clear()
         finally:
             self.compiled.restore()
+            while self.state.replacements:
+                self.state.replacements.pop().remove()
             self.state.sequence.close()
             self.state.fp8.close()
             if schedule.memory is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from onefold.comm import Group
 from onefold.fp8 import Fp8Layers
 from onefold.loader import ResumableLoader
 from onefold.log import logger
+from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.runtime import Schedule
 from onefold.sequence import SequenceParallel
+from onefold.tiled_loss import TiledLoss
 from onefold.window import AccumulationWindow
 
 
@@ -39,6 +41,8 @@ class TrainState:
     """Parameters that require gradients and are in no optimizer group."""
     sequence: SequenceParallel
     fp8: Fp8Layers
+    replacements: list[TiledLoss | HostCheckpoints] = field(default_factory=list)
+    """Functions of the model that are replaced until the engine is closed."""
     lr_scheduler: Any = None
     training_dataloader: Any = None
     global_steps: int = 0

@@ -91,7 +91,7 @@ def _blocks(
     model: nn.Module, names: Sequence[str], leaves: LeafModule, numel: Callable[[nn.Parameter], int]
 ) -> tuple[set[str], list[str]]:
     """Return the paths of the repeated blocks, and of all blocks in module order."""
-    chosen = _named(model, names) if names else _no_split(model) or _outermost(_repeated(model))
+    chosen = named_blocks(model, names) if names else _no_split(model) or _outermost(_repeated(model))
     chosen = _outermost(chosen | _leaves(model, leaves))
     large = {
         path
@@ -106,8 +106,8 @@ def _blocks(
     return repeated, [path for path, _ in model.named_modules() if path in chosen | large]
 
 
-def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Return the modules whose class name or path matches a pattern. Raise if a pattern matches none."""
+def named_blocks(model: nn.Module, names: Sequence[str], key: str = "onefold.units") -> set[str]:
+    """Return the outermost modules whose class name or path matches a pattern. Raise if a pattern matches none."""
     found: set[str] = set()
     for pattern in names:
         hits = {
@@ -118,7 +118,7 @@ def _named(model: nn.Module, names: Sequence[str]) -> set[str]:
         if not hits:
             classes = sorted({type(module).__name__ for _, module in model.named_modules()})
             raise ConfigError(
-                f"onefold.units: {pattern!r} matches no module of this model, neither by class nor by path. "
+                f"{key}: {pattern!r} matches no module of this model, neither by class nor by path. "
                 f"Its classes are {', '.join(classes)}."
             )
         found |= hits

@@ -14,6 +14,7 @@ from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
 from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
+from onefold.plan.activations import Activations, make_activations
 from onefold.plan.fp8_plan import Fp8Plan, make_fp8_plan
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
@@ -241,8 +242,8 @@ class Plan:
     limits: Limits = field(default_factory=Limits)
     sequence_size: int = 1
     """The number of neighbouring ranks that compute parts of the same sequences."""
-    batch_chunks: int | None = 0
-    """The number of chunks in which blocks compute a batch. None chooses it by the batch, 0 computes it whole."""
+
+    activations: Activations = field(default_factory=Activations)
 
     @property
     def num_micro_steps(self) -> int:
@@ -368,7 +369,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             reuse=zero.stage3_max_reuse_distance,
         ),
         sequence_size=config.sequence_parallel_size,
-        batch_chunks=own.batch_chunks,
+        activations=make_activations(config),
     )
 
 

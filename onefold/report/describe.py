@@ -20,12 +20,14 @@ from onefold.plan import (
     count_bytes,
     count_unit_in_use,
 )
+from onefold.plan.activations import Activations
 from onefold.plan.buffers import CACHED_GRADIENT, CACHED_PARAMETER
 from onefold.plan.device_cache import cached_bytes
 from onefold.plan.speculation import second_bytes
 from onefold.plan.traffic import is_stepped_early, is_streamed
 from onefold.runtime import Schedule, Unit
 from onefold.runtime.batch_chunks import ROWS_OF_CHUNK
+from onefold.runtime.tiled_modules import TiledForward
 
 
 def planned_bytes(units: Sequence[Unit], plan: Plan, tier: Tier, *, on_device: bool = False) -> ModelBytes:
@@ -130,16 +132,34 @@ def describe(
         lines.append(f"sequences         {groups}, each of which computes one micro-batch in parts")
     if fp8:
         lines.append(f"FP8               {fp8}")
+    lines += _describe_activations(units, plan.activations)
+    if offload_traffic.any:
+        lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
+    return "\n".join(lines)
+
+
+def _describe_activations(units: Sequence[Unit], plan: Activations) -> list[str]:
+    """Describe what is computed in chunks and tiles, and where the inputs of checkpoints are."""
+    lines = []
+    about = f"of about {ROWS_OF_CHUNK:,} tokens"
     if plan.batch_chunks != 0:
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
-        chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks of about {ROWS_OF_CHUNK:,} tokens"
+        chunks = f"{plan.batch_chunks} chunks" if plan.batch_chunks else f"chunks {about}"
         # The fp32 sums of a block, and the gradients of the chunk that is added to them.
         of_blocks = [sum(p.layout.numel * (4 + p.dtype.itemsize) for p in unit.trained_params) for unit in blocks]
         lines.append(f"batch chunks      {len(blocks)} blocks compute and recompute each micro-batch in {chunks};")
         lines.append(f"                  gradient sums of a block {format_bytes(max(of_blocks, default=0))}")
-    if offload_traffic.any:
-        lines.append("bytes per step    " + _spell(offload_traffic, ("down", "up", "read", "written")))
-    return "\n".join(lines)
+    if plan.loss_tiles != 0:
+        tiles = f"{plan.loss_tiles} tiles" if plan.loss_tiles else "tiles of about 256 MiB of logits"
+        lines.append(f"tiled loss        logits and loss in {tiles}, in training")
+    if plan.mlp_tiles != 0:
+        forwards = (module.forward for unit in units for module in unit.module.modules())
+        tiled = {id(forward) for forward in forwards if isinstance(forward, TiledForward)}
+        tiles = f"{plan.mlp_tiles} tiles" if plan.mlp_tiles else f"tiles {about}"
+        lines.append(f"tiled MLPs        {len(tiled)} modules compute and recompute their tokens in {tiles}")
+    if plan.host_checkpoints:
+        lines.append("checkpoints       inputs of recomputed functions in host memory")
+    return lines
 
 
 def _spell(sizes: ModelBytes | OffloadTraffic, names: Sequence[str]) -> str:

@@ -211,9 +211,9 @@ class ChunkedForward:
             for inner, training in flags:
                 inner.training = training
             after.restore()
-        allowed = _rounding([*inputs, *self._parameters])
+        allowed = rounding_of([*inputs, *self._parameters])
         for place, (chunk, whole) in enumerate(zip(found, expected, strict=True)):
-            difference = _difference(chunk, whole)
+            difference = relative_difference(chunk, whole)
             if not difference <= allowed:
                 return (
                     f"{self._name} mixes the samples of a batch: output {place} of its last {size} samples differs "
@@ -246,19 +246,32 @@ class ChunkedForward:
     def _inspect(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Report tensors outside the arguments and parameters of the block that would lose their gradient."""
         self._is_inspected = True
-        for name, value in stored_tensors(self._module):
-            if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
-                self._checks.report(
-                    f"{self._name} stores a tensor with a gradient in {name!r}, which is lost when a chunk is "
-                    "recomputed. Return it as an output of the block, or leave out batch_chunks."
-                )
-        known = {id(tensor) for tensor in targets}
-        foreign = [leaf for leaf in _leaves(outputs) if id(leaf) not in known]
-        if foreign:
-            self._checks.report(
-                f"{self._name} uses a tensor of shape {list(foreign[0].shape)} that requires a gradient and is neither "
-                "an argument nor a parameter of it. Pass it as an argument, or leave out batch_chunks."
+        problem = find_lost_gradient(self._name, self._module, outputs, targets)
+        if problem:
+            self._checks.report(f"{problem}, or leave out batch_chunks.")
+
+
+def find_lost_gradient(
+    name: str, module: nn.Module, outputs: Sequence[Tensor], targets: Sequence[Tensor]
+) -> str | None:
+    """Return a problem, without its last words, if a recomputed chunk loses the gradient of a tensor.
+
+    `targets` are the arguments and parameters of the module, from which `outputs` were computed.
+    """
+    for place, value in stored_tensors(module):
+        if any(tensor.grad_fn is not None for tensor in tensors_in(value)):
+            return (
+                f"{name} stores a tensor with a gradient in {place!r}, which is lost when a chunk is recomputed. "
+                "Return it as an output"
             )
+    known = {id(tensor) for tensor in targets}
+    foreign = [leaf for leaf in _leaves(outputs) if id(leaf) not in known]
+    if foreign:
+        return (
+            f"{name} uses a tensor of shape {list(foreign[0].shape)} that requires a gradient and is neither an "
+            "argument nor a parameter of it. Pass it as an argument"
+        )
+    return None
 
 
 def _same(value: Any) -> Any:
@@ -271,7 +284,7 @@ def _last_samples(outputs: Any, batch: int, size: int) -> list[Tensor]:
     return [tensor[tensor.shape[0] * (batch - size) // batch :] if tensor.dim() else tensor for tensor in tensors]
 
 
-def _rounding(tensors: Sequence[Tensor]) -> float:
+def rounding_of(tensors: Sequence[Tensor]) -> float:
     """Return the relative difference that rounding may cause between kernels for different batch sizes."""
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     kinds = {tensor.device.type for tensor in tensors}
@@ -285,7 +298,7 @@ def _uses_tf32() -> bool:
     return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def relative_difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference between two rows, relative to the norm of the row."""
     if one.shape != other.shape:
         return float("inf")

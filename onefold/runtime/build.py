@@ -23,6 +23,7 @@ from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
 from onefold.runtime.quantized_layers import follow_weights, scales_of
+from onefold.runtime.tiled_modules import check_tiled_modules
 from onefold.runtime.torch_internals import is_plain_float
 from onefold.runtime.unit import Unit
 
@@ -103,8 +104,10 @@ def plan_units(
     specs = []
     split = OffloadedStepSplit()
     cuts = cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel())
-    if plan.batch_chunks != 0:
+    if plan.activations.batch_chunks != 0:
         check_blocks(model, cuts)
+    if plan.activations.mlp_tiles != 0:
+        check_tiled_modules(model, plan.activations.tiled_modules, cuts)
     for found in cuts:
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
         for name in found.parameters:

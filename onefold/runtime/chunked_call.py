@@ -7,12 +7,18 @@ Autograd sees one node, which receives the gradients of the whole outputs and re
 parameter. Everything around the call (hooks of units, reductions, accumulation) is therefore the same for any number of
 chunks. Gradients of parameters, and of inputs that all chunks share, are added over chunks in fp32 in the order of the
 chunks, and rounded to their dtype once.
+
+[Note: a call in chunks inside a checkpoint]
+A block of chunks needs no checkpoint around it. But the checkpoint of a block that calls an MLP in tiles recomputes
+the input of the MLP too. Such a call (`is_recomputed`) saves its inputs by a node before its own, so that the
+checkpoint has them as soon as they are recomputed. If nothing is saved after them, it stops there, and does not
+recompute the tiles, which the backward of the call does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -41,7 +47,7 @@ class ChunkedCall:
     Tensors whose first dimension is the batch size of the first floating-point argument are divided. All other
     arguments are passed to every chunk. `name` is used in error messages. `tables` collects the places of arguments
     that had another first dimension in some call (rotary tables). They are not divided if a later batch happens to have
-    as many samples as they have rows.
+    as many samples as they have rows. `otherwise` ends error messages.
     """
 
     def __init__(
@@ -51,8 +57,10 @@ class ChunkedCall:
         args: Any,
         kwargs: Any,
         tables: set[tuple[int, ...]] | None = None,
+        *,
+        otherwise: str = "set onefold.batch_chunks to 0",
     ) -> None:
-        self.name, self._function = name, function
+        self.name, self._function, self._otherwise = name, function, otherwise
         leaves, spec = tree_flatten((args, kwargs))
         self._arguments = _Tree(leaves, spec)
         inputs = self._arguments.tensors_of(leaves)
@@ -60,7 +68,7 @@ class ChunkedCall:
         if first is None:
             raise RuntimeError(
                 f"{name} has no floating-point tensor with a batch dimension among its arguments, so its batch cannot "
-                "be divided into chunks. Name other modules in onefold.units, or set onefold.batch_chunks to 0."
+                f"be divided into chunks. Name other modules in onefold.units, or {otherwise}."
             )
         self.batch = first.shape[0]
         self.num_rows = first.numel() // max(1, first.shape[-1])
@@ -87,7 +95,7 @@ class ChunkedCall:
             if holds_batch or kind.endswith("Cache"):
                 raise RuntimeError(
                     f"{self.name} is called with a {kind}, which holds values of the whole batch and cannot be divided "
-                    "into chunks. Call the model without it (use_cache=False), or set onefold.batch_chunks to 0."
+                    f"into chunks. Call the model without it (use_cache=False), or {self._otherwise}."
                 )
 
     @staticmethod
@@ -101,10 +109,13 @@ class ChunkedCall:
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
         inspect: Inspection | None = None,
+        *,
+        is_recomputed: bool = False,
     ) -> Any:
         """Call the function in at most `num_chunks` chunks, and return its outputs for the whole batch.
 
-        `parameters` are the tensors that the function uses in addition to its arguments.
+        `parameters` are the tensors that the function uses in addition to its arguments. With `is_recomputed`, a
+        checkpoint around the call recomputes its inputs. See [Note: a call in chunks inside a checkpoint].
         """
         if not self.batch:
             return self.call(inputs, 0, 0)
@@ -114,7 +125,9 @@ class ChunkedCall:
             whole = self._run_chunks(inputs)
             return self._outputs.filled(whole)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        with outside_checkpoint():
+        if is_recomputed:
+            inputs = [_Kept.apply(tensor) if tensor.requires_grad else tensor for tensor in inputs]
+        with nullcontext() if is_recomputed else outside_checkpoint():
             outputs = _InChunks.apply(self, len(inputs), inspect, *inputs, *trained)
         return self._outputs.filled(outputs)
 
@@ -151,7 +164,7 @@ class ChunkedCall:
             elif not found.is_like(self._outputs):
                 raise RuntimeError(
                     f"{self.name} returns outputs of different structures for two chunks of a batch, so they cannot be "
-                    "combined. Set onefold.batch_chunks to 0."
+                    f"combined. Return one structure, or {self._otherwise}."
                 )
             for output, tensor in zip(whole, found.tensors_of(leaves), strict=True):
                 _part(output, self.batch, start, size).copy_(tensor)
@@ -165,7 +178,7 @@ class ChunkedCall:
             if any(True for _ in tensors_in(leaf)):
                 raise RuntimeError(
                     f"{self.name} returns a {type(leaf).__name__}, but outputs of chunks are combined only in tensors, "
-                    "tuples, lists and dicts. Return one of these, or set onefold.batch_chunks to 0."
+                    f"tuples, lists and dicts. Return one of these, or {self._otherwise}."
                 )
 
     def _allocate(self, tensor: Tensor, size: int) -> Tensor:
@@ -173,8 +186,8 @@ class ChunkedCall:
         if not tensor.dim() or tensor.shape[0] % size:
             raise RuntimeError(
                 f"{self.name} returns a tensor of shape {list(tensor.shape)} for {size} samples. It has no batch "
-                "dimension, so the outputs of chunks cannot be combined. Return such a value per sample, or set "
-                "onefold.batch_chunks to 0."
+                "dimension, so the outputs of chunks cannot be combined. Return such a value per sample, or "
+                f"{self._otherwise}."
             )
         return tensor.new_empty((tensor.shape[0] // size * self.batch, *tensor.shape[1:]))
 
@@ -243,6 +256,19 @@ def _edge(target: Tensor) -> Any:
         return torch.autograd.graph.get_gradient_edge(target)
 
 
+class _Kept(torch.autograd.Function):
+    """The node of an input of a call in chunks, which saves the input for the node of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
 class _InChunks(torch.autograd.Function):
     """The node of a call in chunks. See [Note: a call in chunks]."""
 
@@ -254,9 +280,12 @@ class _InChunks(torch.autograd.Function):
         if versions != [tensor._version for tensor in inputs]:
             raise RuntimeError(
                 f"{call.name} changes one of its arguments in place, so it cannot be recomputed in chunks. Clone the "
-                "argument before the change, or set onefold.batch_chunks to 0."
+                f"argument before the change, or {call._otherwise}."
             )
-        ctx.save_for_backward(*inputs)
+        # The nodes of inputs that are saved before this one.
+        nodes = [tensor.grad_fn for tensor in inputs]
+        ctx.kept = [node if getattr(node, "_forward_cls", None) is _Kept else None for node in nodes]
+        ctx.save_for_backward(*(tensor for tensor, kept in zip(inputs, ctx.kept, strict=True) if not kept))
         ctx.call, ctx.inspect, ctx.parameters = call, inspect, tensors[num_inputs:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
@@ -266,7 +295,9 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[3:]
-        arguments = (ctx.saved_tensors, ctx.parameters, wanted, gradients, ctx.inspect)
+        saved = iter(ctx.saved_tensors)
+        inputs = [kept.saved_tensors[0] if kept else next(saved) for kept in ctx.kept]
+        arguments = (inputs, ctx.parameters, wanted, gradients, ctx.inspect)
         return None, None, None, *ctx.call._backward_chunks(*arguments)
 
 

@@ -36,6 +36,7 @@ from onefold.runtime.model_watch import ModelWatch
 from onefold.runtime.param_handle import Owner
 from onefold.runtime.parameter_proxy import is_sharded, raw_grad, set_raw_grad
 from onefold.runtime.schedule import Schedule
+from onefold.runtime.tiled_modules import TiledModules
 from onefold.runtime.torch_internals import (
     constant_in_graphs,
     inside_backward,
@@ -64,7 +65,11 @@ class Hooks:
         self.updates_before_forward = False
         listeners_to_compiled_regions.add(self)
         plan = schedule.context.plan
-        self._blocks = ChunkedBlocks(schedule.units, plan.batch_chunks) if plan.batch_chunks != 0 else None
+        self._blocks = (
+            ChunkedBlocks(schedule.units, plan.activations.batch_chunks) if plan.activations.batch_chunks != 0 else None
+        )
+        tiles = (plan.activations.tiled_modules, plan.activations.mlp_tiles)
+        self._tiles = TiledModules(model, *tiles) if plan.activations.mlp_tiles != 0 else None
         schedule.chunk_checks = self._blocks.checks if self._blocks is not None else None
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
@@ -152,6 +157,8 @@ class Hooks:
         self._model_watch.remove()
         if self._blocks is not None:
             self._blocks.remove()
+        if self._tiles is not None:
+            self._tiles.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

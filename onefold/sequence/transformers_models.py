@@ -32,14 +32,14 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether a model is a causal language model of transformers, whose loss is that of the next token."""
     losses = sys.modules.get("transformers.loss.loss_utils")
-    kinds = [module.loss_type or "ForCausalLM" for module in _models(model) if hasattr(module, "loss_type")]
+    kinds = [module.loss_type or "ForCausalLM" for module in outermost_models(model) if hasattr(module, "loss_type")]
     return losses is not None and any(losses.LOSS_MAPPING.get(kind) is losses.ForCausalLMLoss for kind in kinds)
 
 
 def prepare(model: nn.Module, parallel: Divided) -> list[Any]:
     """Replace the attention of the transformers models in a model. Return handles that undo this."""
     handles: list[Any] = []
-    for module in _models(model):
+    for module in outermost_models(model):
         _check(module, parallel.size)
         handles.append(_Replaced(module))
         handles.append(module.register_forward_pre_hook(_Inputs(parallel), with_kwargs=True))
@@ -48,7 +48,7 @@ def prepare(model: nn.Module, parallel: Divided) -> list[Any]:
     return handles
 
 
-def _models(model: nn.Module) -> Iterator[Any]:
+def outermost_models(model: nn.Module) -> Iterator[Any]:
     """Yield the outermost transformers models in a model."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
@@ -57,7 +57,7 @@ def _models(model: nn.Module) -> Iterator[Any]:
         yield model
         return
     for child in model.children():
-        yield from _models(child)
+        yield from outermost_models(child)
 
 
 def _check(model: Any, size: int) -> None:

@@ -112,6 +112,7 @@ def with_trainer(size: int, folder: str) -> dict[str, Any]:
         deepspeed={
             "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "zero_optimization": {"stage": 2},
             "gradient_clipping": 100.0, "gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False,
+            "onefold": {"tiled_loss": 2},
         },
     )  # fmt: skip
     model = make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,6 +182,39 @@ def test_the_trainer_in_stage_3_equals_stage_2(runner, case):  # noqa: F811
     )
     assert len(two["losses"]) == 4
     assert_alike(three, two)
+
+
+def with_tiles(runner: Any, stage: int) -> list[str]:  # noqa: F811
+    """The config of a stage with tiles and checkpoints on the host, as an argument."""
+    document = json.loads((EXAMPLES / f"ds_zero{stage}.json").read_text())
+    document["onefold"] = {"tiled_loss": 3, "tiled_mlp": 2}
+    document["activation_checkpointing"] = {"cpu_checkpointing": True}
+    path = runner.folder / f"tiles{stage}.json"
+    path.write_text(json.dumps(document))
+    return ["--deepspeed", str(path)]
+
+
+@needs_accelerate
+def test_the_trainer_computes_in_tiles_by_the_keys_alone(runner):  # noqa: F811
+    """Check losses and evaluations against those of the plain trainer, and label smoothing, which needs all logits."""
+    common = ["--save_strategy", "no", "--eval_strategy", "steps", "--eval_steps", "2"]
+    recomputing = [*common, "--gradient_checkpointing", "True"]
+    plain = runner.script("trainer.py", *config(3), "--output_dir", "plain", *common)
+    tiled = runner.script("trainer.py", *with_tiles(runner, 3), "--output_dir", "tiled", *recomputing)
+    assert len(plain["losses"]) == 4
+    for name, numbers in plain.items():
+        assert tiled[name] == pytest.approx(numbers, rel=1e-4), name
+    smoothing = ["--label_smoothing_factor", "0.1"]
+    with pytest.raises(AssertionError, match="LlamaForCausalLM is called in training mode without labels"):
+        runner.script("trainer.py", *with_tiles(runner, 3), "--output_dir", "out", *common, *smoothing)
+
+
+@needs_trl
+@needs_accelerate
+@pytest.mark.slow
+def test_a_trainer_with_a_head_of_its_own_is_told_that_it_has_tiles(runner):  # noqa: F811
+    with pytest.raises(AssertionError, match="such as a fused head of TRL or Liger, which has tiles of its own"):
+        runner.script("sft.py", *with_tiles(runner, 3), "--output_dir", "out", *PLAIN)
 
 
 @needs_accelerate

@@ -42,6 +42,8 @@ COUNT_ALONE = {
     "onefold.node_sums_dtype",
     "onefold.units",
     "onefold.batch_chunks",
+    "onefold.tiled_loss",
+    "onefold.tiled_mlp",
     "sequence_parallel_size",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",

@@ -71,6 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "bf16": {"bf16": {"enabled": True}},
     "chunks": {"onefold": {"batch_chunks": 3}},
+    "tiles": {"onefold": {"tiled_mlp": 3, "tiled_mlp_modules": ["Block"]}},
     "overlap": {"zero_optimization": {"overlap_comm": True}},
     "muon": {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
 }

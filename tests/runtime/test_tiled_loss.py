@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
+from onefold.config import load_config
+from onefold.plan import make_plan
 from onefold.runtime import Unit
 from onefold.tiled_loss import _default_num_tiles
 
@@ -214,8 +216,12 @@ def use_missing_logits() -> None:
     with pytest.raises(RuntimeError, match="The logits were not computed"):
         output.logits.argmax(-1)
     assert model(input_ids=x, use_cache=False).logits.shape == (2, 5, 97)
-    capped = causal_model("Gemma2")  # it caps its logits after the head
+    with pytest.raises(ValueError, match="changes its logits by final_logit_softcapping"):
+        onefold.use_tiled_loss(causal_model("Gemma2"))
+    capped = causal_model("Gemma2")
+    capped.config.final_logit_softcapping = None
     onefold.use_tiled_loss(capped)
+    capped.config.final_logit_softcapping = 30.0
     with pytest.raises(RuntimeError, match=r"remove onefold\.use_tiled_loss"):
         capped(input_ids=x, labels=x, use_cache=False)
 
@@ -264,3 +270,165 @@ def test_no_tokens_have_no_loss():
     loss.backward()
     assert loss.item() == 0
     assert not head.weight.grad.any()
+
+
+# -- the key of the config ---------------------------------------------------------------------------------------------
+
+
+def llama(kind: str) -> Any:
+    """A small Llama: plain, with a tied head, with adapters, or with a trained copy of its head."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": kind == "tied"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
+    if kind == "qlora":
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        for name in [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "_proj" in name]:
+            plain = model.get_submodule(name)
+            packed = Linear4bit(plain.in_features, plain.out_features, bias=False, compute_dtype=torch.float32)
+            packed.weight = Params4bit(plain.weight.data, requires_grad=False, quant_type="nf4")
+            model.set_submodule(name, packed)
+        model.to("cpu")  # packs the weights
+    if kind in ("lora", "saved", "qlora"):
+        from peft import LoraConfig, get_peft_model
+
+        more = {"modules_to_save": ["lm_head"]} if kind == "saved" else {}
+        targets = ["q_proj", "down_proj"] + ["lm_head"] * (kind == "lora")
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **more))
+    return model.train()
+
+
+def trained(kind: str, stage: int, tiles: Any, options: dict[str, Any], keys: dict[str, Any]) -> list[Any]:
+    """Losses, norms, an evaluation and the weights of three steps; `shift_labels` as trainers pass them."""
+    model = llama(kind)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = start(model, config(stage, optimizer=optimizer, onefold={"tiled_loss": tiles}, **keys))
+    assert ("tiled loss" in engine.describe()) == bool(tiles)
+    generator, found = torch.Generator().manual_seed(rank()), []
+    for _ in range(3):
+        x = torch.randint(0, 97, (4, 10), generator=generator)
+        labels = x.clone()
+        labels[1, :5] = -100
+        more = dict(options)
+        if more.pop("shifted", False):
+            more["shift_labels"] = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        output = engine(input_ids=x, labels=labels, use_cache=False, **more)
+        engine.backward(output.loss)
+        assert bool(tiles) == (output.logits.shape[-1] != 97)
+        engine.step()
+        found += [output.loss.item(), engine.get_global_grad_norm() or 0.0]
+    engine.eval()
+    with torch.no_grad():
+        output = engine(input_ids=x, labels=labels, use_cache=False)
+    found += [output.loss.item(), output.logits.sum().item()]
+    weights = {name: tensor.double().sum().item() for name, tensor in weights_of(engine.module).items()}
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    engine.close()
+    changed = [name for each in (inner, inner.lm_head) for name in ("forward", "_loss_function") if name in vars(each)]
+    assert not changed, changed
+    return [*found, weights]
+
+
+KEY_CASES = [
+    ("plain", {}, {}),
+    ("plain", {"num_items_in_batch": 50}, {"gradient_accumulation_steps": 2}),
+    ("tied", {"shifted": True}, {}),
+    ("lora", {"num_items_in_batch": torch.tensor(50)}, {}),
+    ("qlora", {}, {"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
+    ("saved", {}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "keys"), KEY_CASES)
+def test_the_key_gives_the_same_training_in_every_stage(on_ranks, kind, options, keys):
+    pytest.importorskip("transformers")
+    for package in {"plain": [], "tied": [], "qlora": ["peft", "bitsandbytes"]}.get(kind, ["peft"]):
+        pytest.importorskip(package)
+    plain = on_ranks(2, trained, kind, 3, False, options, keys)
+    tiled = on_ranks(2, trained, kind, 3, 3, options, keys)
+    for expected, found in zip(plain, tiled, strict=True):
+        assert found[:-1] == pytest.approx(expected[:-1], rel=1e-4)
+        assert found[-1] == pytest.approx(expected[-1], rel=1e-4, abs=1e-5)
+    pairs = {"gradient_accumulation_steps": (2,)}.get(next(iter(keys), ""), (1,) if keys else (0, 1, 2))
+    for stage in pairs:
+        assert on_ranks(2, trained, kind, stage, 3, options, keys) == tiled
+
+
+def messages_of_the_key() -> list[str]:
+    import transformers
+
+    found = []
+    x = torch.zeros(1, 8, dtype=torch.long)
+
+    def message(model: Any, call: Any = None, **given: Any) -> None:
+        try:
+            engine = start(model, config(0, onefold={"tiled_loss": True}))
+        except onefold.ConfigError as error:
+            found.append(str(error))
+            return
+        with pytest.raises(RuntimeError) as error:
+            engine(**given)
+        found.append(str(error.value))
+        engine.close()
+
+    message(Net())
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    message(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**shape, **heads)))
+    message(causal_model("Gemma2"))
+    message(llama("plain"), input_ids=x, use_cache=False)
+    used = llama("plain")
+    onefold.use_tiled_loss(used)
+    message(used)
+    fused = llama("plain")
+    fused.forward = lambda labels, **given: {"loss": fused.model(**given)[0].mean()}
+    message(fused, input_ids=x, labels=x, use_cache=False)
+    return found
+
+
+def test_models_without_such_a_loss_are_refused_by_name(on_ranks):
+    pytest.importorskip("transformers")
+    (found,) = on_ranks(1, messages_of_the_key)
+    wanted = [
+        "onefold.tiled_loss: a Net contains no model of transformers",
+        "a LlamaForSequenceClassification has no output embeddings with a loss function of transformers",
+        "a Gemma2ForCausalLM changes its logits by final_logit_softcapping = 30.0",
+        "LlamaForCausalLM is called in training mode without labels",
+        "the loss of this LlamaForCausalLM is computed in tiles already",
+        "the forward of LlamaForCausalLM computes its loss in another way",
+    ]
+    assert len(found) == len(wanted)
+    for expected, text in zip(wanted, found, strict=True):
+        assert expected in text
+
+
+def loss_outside(stage: int) -> list[float]:
+    engine = start(llama("plain"), config(stage, onefold={"tiled_loss": 3}))
+    x = torch.randint(0, 97, (2, 10), generator=torch.Generator().manual_seed(1))
+    targets = F.pad(x, (0, 1), value=-100)[:, 1:].contiguous()
+    output = engine(input_ids=x, shift_labels=targets, use_cache=False)
+    loss = engine.module.loss_function(logits=output.logits, labels=None, shift_labels=targets, vocab_size=97)
+    engine.backward(loss)
+    engine.step()
+    expected = engine(input_ids=x, labels=x, use_cache=False).loss.item()
+    engine.close()
+    return [loss.item(), expected]
+
+
+def test_a_loop_may_call_the_loss_function_with_shifted_labels(on_ranks):
+    """Check the loss before a step, which the loop of accelerate's sequence parallelism computes itself."""
+    pytest.importorskip("transformers")
+    two, three = (on_ranks(2, loss_outside, stage) for stage in (2, 3))
+    assert two == three
+    assert two[0][1] < two[0][0]
+
+
+@pytest.mark.parametrize(("value", "tiles"), [(True, None), ("auto", None), (False, 0), (0, 0), (4, 4)])
+def test_the_key_takes_true_or_a_number(value, tiles):
+    assert (
+        make_plan(load_config({"train_batch_size": 1, "onefold": {"tiled_loss": value}}), 1).activations.loss_tiles
+        == tiles
+    )

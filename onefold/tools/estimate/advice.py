@@ -14,6 +14,8 @@ from onefold.tools.estimate.question import Question
 _LINKS = ("GPU links", "node links", "host bus", "disk")
 # Settings whose times differ by less are compared by their traffic and memory.
 _ABOUT = 1.03
+# Bytes of each GPU below which a key that saves them is not named.
+_WORTH_NAMING = GB // 10
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
         text += "."
     if best.is_tight or _offloaded_bytes(best):
         text += _hint_at_recomputing(question, best)
+    if best.is_tight:
+        text += _hint_at_tiles(question, best)
     return text
 
 
@@ -132,6 +136,34 @@ def _hint_at_recomputing(question: Question, each: Forecast) -> str:
     if question.model.recomputes is not False or held < each.device.total // 3:
         return ""
     return f" Activation checkpointing (--recompute) frees most of the {held / GB:.1f} GB of activations."
+
+
+def _hint_at_tiles(question: Question, each: Forecast) -> str:
+    """Name the keys that compute or store less at one time, with the GPU memory that each saves, from dry runs."""
+    if each.step is None or question.machine.is_cpu:
+        return ""
+    config, saved, together = load_config(question.document(each.setting, 1)), {}, question
+    is_unset = {
+        "tiled_loss": config.onefold.tiled_loss == 0 and each.device.logits >= _WORTH_NAMING,
+        "tiled_mlp": config.onefold.tiled_mlp == 0,
+        "cpu_checkpointing": bool(question.model.recomputes) and not config.activation_checkpointing.cpu_checkpointing,
+    }
+    for name in (name for name, is_candidate in is_unset.items() if is_candidate):
+        section = "activation_checkpointing" if name == "cpu_checkpointing" else "onefold"
+        try:
+            (found,) = forecast(question.with_key(section, name, True), [each.setting], finds_batch=False)
+        except ConfigError:  # a model that the key does not support
+            continue
+        if each.device.total - found.device.total >= _WORTH_NAMING:
+            saved[f"{section}.{name}"] = each.device.total - found.device.total
+            together = together.with_key(section, name, True)
+    if not saved:
+        return ""
+    text = f" {_listed(f'{key} saves {num_bytes / GB:.1f} GB' for key, num_bytes in saved.items())} of each GPU."
+    (found,) = forecast(together, [each.setting], finds_batch=False)
+    if not each.fits and found.fits:
+        text += f" It fits with {'these keys' if len(saved) > 1 else 'this key'}."
+    return text
 
 
 def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
@@ -144,7 +176,7 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
     if closest.largest_batch:
         text += f" A micro-batch of {closest.largest_batch} instead of {question.micro_batch or 1} fits."
     if lack:
-        text += _hint_at_recomputing(question, closest)
+        text += _hint_at_recomputing(question, closest) + _hint_at_tiles(question, closest)
     if lack and device.gathered > lack:
         text += " Lower stage3_max_live_parameters and stage3_prefetch_bucket_size to keep fewer parameters unsharded."
     is_fp32 = load_config(question.document(closest.setting, 1)).state_dtype == "fp32"

@@ -17,6 +17,8 @@ from onefold.comm import FakeGroup, Ledger
 from onefold.comm.nodes import Nodes
 from onefold.config import Config, solve_batch
 from onefold.engine import Engine
+from onefold.offload.activation_offload import HostCopies
+from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.choose import choose
 from onefold.optim.pipeline import TILE, StepValues, num_tiles
 from onefold.plan import FlatParamSpec, Placement, Plan, make_plan
@@ -51,6 +53,10 @@ class DryRun:
     """Bytes that a whole-matrix optimizer keeps from step to step."""
     tape: Tape | None = None
     """The allocations behind `trace`."""
+    host_inputs: int = 0
+    """Bytes of the inputs of checkpoints on the host at their peak."""
+    moved_inputs: int = 0
+    """Bytes of these inputs that a step copies in each direction."""
 
 
 def dry_run(
@@ -89,15 +95,17 @@ def dry_run(
         trace, traffic, tape, account = None, Ledger(), Tape(), MemoryAccount(CachingAllocator())
         for tensor in _stored_tensors(engine, with_states=not offloads):
             record_allocation(tape, account, "stored", tensor.nbytes, is_stored=True)
+        copies = next((e.copies for e in engine.state.replacements if isinstance(e, HostCheckpoints)), HostCopies())
         for _ in range(2):  # the first step negotiates the order; the second is like all later ones
-            before = engine.ledger.copy()
+            before, moved = engine.ledger.copy(), copies.down
             trace = _step_with_passes(engine, loss_of, account, tape, vocabulary, offloads=offloads)
             traffic = engine.ledger.since(before)
         pools = planned_buffers(engine.state.schedule, engine.plan, engine.state.step, keeps=not uses_nccl).pools
         step = engine.state.step
         matrices = step.matrices if step is not None else None
         flops, kept = (matrices.flops(step.groups), matrices.planned_kept()) if step and matrices else (0.0, 0)
-        return DryRun(engine.plan, units, trace, traffic, pools, flops, kept, tape)
+        inputs = copies.peak_bytes, copies.down - moved
+        return DryRun(engine.plan, units, trace, traffic, pools, flops, kept, tape, *inputs)
     finally:
         engine.destroy()
 

@@ -196,6 +196,9 @@ def _dry_run(question: Question, setting: Setting, micro_batch: int, *, uses_ncc
     config = load_config(question.document(setting, micro_batch))
     if config.fp8.enabled and not (config.fp8.emulate or machine.gpu.has_fp8):
         raise PlanError(f"fp8.enabled: {machine.name} has no FP8 matrix products. Set it to false.")
+    if machine.is_cpu:  # the inputs of checkpoints are in host memory anyway
+        checkpoints = replace(config.activation_checkpointing, cpu_checkpointing=False)
+        config = replace(config, activation_checkpointing=checkpoints)
     loss_of = None
     if question.micro_batch is not None and question.sequence_length is not None and source.loss_of is not None:
         loss_of = source.loss_of(micro_batch, question.sequence_length)
@@ -224,10 +227,12 @@ def _forecast(question: Question, setting: Setting, found: DryRun, timer: OpTime
         room = filled_bytes(machine.gpu.memory, plan.offload.device_bytes) - device.total
         specs = assign_device_cache(specs, plan, room)
     on_host, on_disk = (count_bytes(specs, plan, tier) for tier in (Tier.HOST, Tier.NVME))
-    host_node = machine.gpus * (on_host.total + PROCESS)
+    host_node = machine.gpus * (on_host.total + found.host_inputs + PROCESS)
     nvme = machine.gpus * on_disk.total
     micro_steps = config.gradient_accumulation_steps or 1
     offload = count_offload_traffic(specs, plan, micro_steps, device_casts=True)
+    moved = found.moved_inputs
+    offload = replace(offload, down=offload.down + moved, up=offload.up + moved)
     traffic = _traffic(found, machine)
     seconds, step = _times(question, found, plan, specs, offload, traffic, micro_steps, timer)
     shortages = tuple(
@@ -394,19 +399,25 @@ _STEP_BYTES = 4 * (2 + 2 * 2) + 4 + 2
 def _largest_batch(question: Question, each: Forecast, dry_run_of: Callable[[int], DryRun]) -> int:
     """Return the largest micro-batch that fits, see [Note: another batch without another dry run]."""
     given, memory = question.micro_batch or 1, question.machine.gpu.memory
-    if any(shortage.resource != "GPU" for shortage in each.shortages):
-        return 0  # a smaller micro-batch frees GPU memory only
+    # A smaller micro-batch frees GPU memory, and host memory of the inputs of checkpoints.
+    ranks, host_room = question.machine.gpus, int(question.machine.host_memory * HOST_SHARE)
+    host_fixed = each.host_node - ranks * dry_run_of(given).host_inputs
+    if host_fixed > host_room or any(shortage.resource == "NVMe" for shortage in each.shortages):
+        return 0
     device = each.device
     if device.total - device.activations - device.logits - device.gradients - device.gathered > memory:
         return 0
     config = load_config(question.document(each.setting, given))
     plan, specs = _place(question, config, dry_run_of(given))
-    known = {given: device.total}
+    known: dict[int, int] = {}
 
     def needed(batch: int) -> int:
+        """Return the bytes of the GPU, or as many as they are a share of it if the host has the larger share."""
         if batch not in known:
             found = _dry_run_at(batch, given, dry_run_of)
-            known[batch] = _device_bytes(question, found, plan, specs).total
+            total = device.total if batch == given else _device_bytes(question, found, plan, specs).total
+            of_host = (ranks * found.host_inputs) * memory // max(1, host_room - host_fixed)
+            known[batch] = max(total, of_host if found.host_inputs else 0)
         return known[batch]
 
     if each.fits:
@@ -444,5 +455,7 @@ def _dry_run_at(batch: int, given: int, dry_run_of: Callable[[int], DryRun]) -> 
         if sizes is not None:
             assert low.trace is not None
             replayed = low.tape.replay(sizes)
-            return replace(low, trace=PassTrace(replayed, low.trace.work))
+            growth = (high.host_inputs - low.host_inputs) * (batch - one) // (two - one)
+            on_host = low.host_inputs + growth
+            return replace(low, trace=PassTrace(replayed, low.trace.work), host_inputs=on_host)
     return dry_run_of(batch)

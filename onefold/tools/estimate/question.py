@@ -78,6 +78,10 @@ class Question:
         config = {**self.config, "gradient_accumulation_steps": 1, "onefold": own}
         return replace(self, config=config, micro_batch=number * (self.micro_batch or 1))
 
+    def with_key(self, section: str, name: str, value: Any) -> Question:
+        """Return the question with another value of a key in its base config."""
+        return replace(self, config={**self.config, section: {**self.config.get(section, {}), name: value}})
+
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CHOSEN = (
