@@ -16,7 +16,7 @@ from onefold.runtime.torch_internals import outside_compiler, reads_no_values
 from onefold.sequence.transformers_models import outermost_models
 
 # The fp32 logits of a tile, and the fewest tokens of one. Fewer would slow down the matrix product of the head.
-_TILE_BYTES, _MIN_TOKENS = 256 << 20, 1024
+TILE_BYTES, MIN_TOKENS = 256 << 20, 1024
 # Keys of transformers' configs by which models scale or cap the logits that their heads have computed.
 _CHANGE_LOGITS = (
     "final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier",
@@ -91,7 +91,7 @@ def _default_num_tiles(head: nn.Module | Tensor, num_tokens: int) -> int:
 
 
 def _tiles_of(num_tokens: int, vocabulary: int) -> int:
-    return max(1, -(-num_tokens // max(_MIN_TOKENS, _TILE_BYTES // (4 * vocabulary))))
+    return max(1, -(-num_tokens // max(MIN_TOKENS, TILE_BYTES // (4 * vocabulary))))
 
 
 class _LastHidden(Tensor):

@@ -43,6 +43,10 @@ class Case:
     sequence_parallel: int
     """GPUs that compute each sequence together."""
     recompute: bool
+    host_checkpoints: bool
+    """Whether inputs of recomputed blocks are stored in host memory."""
+    tiled_loss: bool
+    """Whether logits and loss are computed in tiles of tokens."""
     accumulates: bool
     """Whether a step has several micro-steps."""
     itemsize: int

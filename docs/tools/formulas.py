@@ -20,6 +20,7 @@ from onefold.config import Config
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT
 from onefold.optim.pipeline import TILE
+from onefold.tiled_loss import MIN_TOKENS, TILE_BYTES
 from onefold.tools.estimate.forecast import CONTEXT, FRAGMENTATION, HOST_SHARE, MARGIN, NCCL, PROCESS, WORKSPACE
 
 _DEFAULTS = Config().zero_optimization
@@ -28,6 +29,7 @@ MAX_LIVE = _DEFAULTS.stage3_max_live_parameters
 MAX_REUSE = _DEFAULTS.stage3_max_reuse_distance
 REDUCE_BUCKET = _DEFAULTS.reduce_bucket_size
 TILE_ELEMENTS = TILE["cuda"]
+INPUTS_ON_DEVICE = 2
 MAX_IN_CPU = _DEFAULTS.offload_param.max_in_cpu
 
 
@@ -116,7 +118,8 @@ def host_processes(case: Case) -> float:
 
 
 def host_bytes(case: Case) -> float:
-    return host_parameters(case) + host_gradients(case) + host_states(case) + host_processes(case)
+    states = host_parameters(case) + host_gradients(case) + host_states(case)
+    return states + host_activations(case) + host_processes(case)
 
 
 def host_room(case: Case) -> float:
@@ -253,9 +256,19 @@ def one_block(case: Case) -> float:
     return tokens(case) * block_activations(case) + rotary_bytes(case)
 
 
+def input_of_block(case: Case) -> float:
+    return tokens(case) * case.itemsize * case.hidden
+
+
 def kept_of_blocks(case: Case) -> float:
-    """Return the bytes held from forward to backward: all activations, or only the inputs of blocks."""
-    return case.layers * (tokens(case) * case.itemsize * case.hidden if case.recompute else one_block(case))
+    """Return the bytes held from forward to backward: all activations, or inputs of blocks that are not on the host."""
+    inputs = 0 if case.host_checkpoints else case.layers
+    return inputs * input_of_block(case) if case.recompute else case.layers * one_block(case)
+
+
+def host_activations(case: Case) -> float:
+    """Return the bytes of inputs of blocks in the host memory of a node."""
+    return case.gpus * case.layers * input_of_block(case) if case.recompute and case.host_checkpoints else 0
 
 
 def backward_temporaries(case: Case) -> float:
@@ -264,12 +277,14 @@ def backward_temporaries(case: Case) -> float:
 
 
 def activations_at_loss(case: Case) -> float:
-    return kept_of_blocks(case) + tokens(case) * norm_activations(case)
+    in_fp32 = 4 * table_weights(case) if case.tiled_loss else 0  # the sum of the head's gradients
+    return kept_of_blocks(case) + tokens(case) * norm_activations(case) + in_fp32
 
 
 def activations_in_backward(case: Case) -> float:
     """Return the bytes in backward, with the head's gradient if it is to be added to the embedding's."""
-    recomputed = one_block(case) if case.recompute else 0
+    copied_back = min(case.layers, INPUTS_ON_DEVICE) * input_of_block(case) if case.host_checkpoints else 0
+    recomputed = one_block(case) + copied_back if case.recompute else 0
     waits = case.itemsize * table_weights(case) if case.tied else 0
     return kept_of_blocks(case) + recomputed + backward_temporaries(case) + waits
 
@@ -284,7 +299,7 @@ def activations_at_end(case: Case) -> float:
     block = one_block(case) + backward_temporaries(case) + (table if case.tied else 0)
     received = (table + case.itemsize * block_weights(case)) * (world(case) - 1) / world(case)
     made = table + max(received, 2 * table if case.tied else 0)
-    return tokens(case) * case.itemsize * case.hidden + max(block, made)
+    return input_of_block(case) + max(block, made)
 
 
 def activations_at_step(case: Case) -> float:
@@ -293,8 +308,9 @@ def activations_at_step(case: Case) -> float:
 
 
 def logits_at_loss(case: Case) -> float:
-    """Return the bytes of fp32 logits: log-probabilities, and in backward two gradients."""
-    return 12 * case.vocabulary * tokens(case)
+    """Return the bytes of fp32 logits, or of those of one tile: log-probabilities, and in backward two gradients."""
+    of_tile = max(MIN_TOKENS, TILE_BYTES // (4 * case.vocabulary))
+    return 12 * case.vocabulary * (min(tokens(case), of_tile) if case.tiled_loss else tokens(case))
 
 
 # -- one GPU at its peak -----------------------------------------------------------------------------------------------

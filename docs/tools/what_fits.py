@@ -29,7 +29,8 @@ DEFAULTS: dict[str, Any] = {
     **{"gpus": 8, "nodes": 1, "gpu_memory": 80, "host_memory": 2048, "nvme": 8000},
     **{"stage": 2, "offload_optimizer": "none", "offload_param": "none", "precision": "bf16"},
     **{"state_dtype": "fp32", "master_dtype": "fp32"},
-    **{"micro_batch": 1, "sequence_length": 4096, "sequence_parallel": 1, "accumulation": 1, "recompute": True},
+    **{"micro_batch": 1, "sequence_length": 4096, "sequence_parallel": 1, "accumulation": 1},
+    **{"recompute": True, "host_checkpoints": False, "tiled_loss": False},
 }
 """Values of the controls: a `Case` with a stage and a precision by name, and memory in GB."""
 
@@ -75,6 +76,7 @@ HOST_KINDS = {
     "parameters": "host_parameters",
     "gradients": "host_gradients",
     "masters and moments": "host_states",
+    "activations": "host_activations",
     "processes": "host_processes",
 }
 NVME_KINDS = {"parameters": "nvme_parameters", "masters and moments": "nvme_states"}
