@@ -51,6 +51,8 @@ class Case:
     """Whether a step has several micro-steps."""
     itemsize: int
     """Bytes per element of parameters and activations: 2 for bf16, 4 for fp32."""
+    gathered_itemsize: float
+    """Bytes per element of the gathered matrices of blocks: 1 for FP8."""
     reduced_itemsize: int
     """Bytes per element of a reduced gradient."""
     streamed_itemsize: float

@@ -157,22 +157,27 @@ def blocks_ahead(case: Case) -> float:
     return min(case.layers - blocks_kept(case), wanted, room)
 
 
+def gathered_bytes(case: Case, of_tables: float, of_blocks: float) -> float:
+    """Return the bytes of gathered elements of the embedding, and of blocks."""
+    gathered = case.itemsize * of_tables + case.gathered_itemsize * of_blocks
+    return 0 if case.stays_unsharded else gathered
+
+
 def gathered_at_loss(case: Case) -> float:
-    elements = table_weights(case) + (blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
-    return 0 if case.stays_unsharded else case.itemsize * elements
+    blocks = (blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
+    return gathered_bytes(case, table_weights(case), blocks)
 
 
 def gathered_in_backward(case: Case) -> float:
     """Return the bytes in backward. The head is resharded, unless it is tied to the embedding."""
     blocks = max(1, blocks_kept(case) + blocks_ahead(case)) * block_weights(case)
-    return 0 if case.stays_unsharded else case.itemsize * (blocks + (table_weights(case) if case.tied else 0))
+    return gathered_bytes(case, table_weights(case) if case.tied else 0, blocks)
 
 
 def gathered_at_end(case: Case) -> float:
     """Return the bytes at the end of backward: the first two blocks, if the limit allows both."""
     blocks = min(2, case.layers) if 2 * block_weights(case) <= MAX_LIVE else 1
-    elements = blocks * block_weights(case) + (table_weights(case) if case.tied else 0)
-    return 0 if case.stays_unsharded else case.itemsize * elements
+    return gathered_bytes(case, table_weights(case) if case.tied else 0, blocks * block_weights(case))
 
 
 # -- gradients on the device -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from case import PerElement
 
 from onefold.config import load_config
 from onefold.plan import FlatParamSpec, Layout, Placement, Plan, StateSpec, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.buffers import REDUCED_GRADIENT, reduces_in_place, stays_unsharded
+from onefold.plan.buffers import REDUCED_GRADIENT, gathered_bytes, reduces_in_place, stays_unsharded
 from onefold.plan.plan import TABLE
 from onefold.tools.estimate.question import DEFAULT_CONFIG
 
@@ -43,8 +43,11 @@ def config_of(values: dict[str, Any]) -> dict[str, Any]:
         zero["offload_optimizer"] = {**place[values["offload_optimizer"]], "pin_memory": True}
         if shards_parameters and values["offload_param"] != "none":
             zero["offload_param"] = {**place[values["offload_param"]], "pin_memory": True}
-    base = {key: value for key, value in DEFAULT_CONFIG.items() if key != "bf16" or values["precision"] == "bf16"}
-    formats = ("state_dtype", "master_dtype") if values["precision"] == "bf16" else ("state_dtype",)
+    is_fp32 = values["precision"] == "fp32"
+    base = {key: value for key, value in DEFAULT_CONFIG.items() if key != "bf16" or not is_fp32}
+    if values["precision"] == "fp8":
+        base["fp8"] = {"enabled": True}
+    formats = ("state_dtype",) if is_fp32 else ("state_dtype", "master_dtype")
     own = {name: values[name] for name in formats if values[name] != "fp32"}
     return {**base, **({"onefold": own} if own else {}), "zero_optimization": zero}
 
@@ -76,6 +79,7 @@ def _planned_states(document: str, accumulates: bool, many: bool) -> dict[str, A
     return {
         **{column: PerElement(**numbers) for column, numbers in found.items()},
         "itemsize": spec.dtype.itemsize,
+        "gathered_itemsize": gathered_bytes(plan, replace(spec, multiplies_in_fp8=True)) / spec.layout.total,
         "reduced_itemsize": reduced.dtype.itemsize,
         "streamed_itemsize": sum(each.num_bytes for each in streamed) / spec.layout.shard_size if offloads else 0,
         "stays_unsharded": stays_unsharded(plan, spec),

@@ -57,7 +57,7 @@ CHOICES: dict[str, list[Any]] = {
     "offload_optimizer": ["none", "cpu", "nvme"],
     "offload_param": ["none", "cpu", "nvme"],
     "sequence_parallel": [1, 2, 4, 8],
-    "precision": ["bf16", "fp32"],
+    "precision": ["bf16", "fp8", "fp32"],
     "state_dtype": ["fp32", "int8"],
     "master_dtype": ["fp32", "bf16_int16", "bf16_int8"],
 }

@@ -99,7 +99,8 @@ def device_account(state: TrainState) -> DeviceAccount:
     device, schedule = state.device, state.schedule
     free, total = torch.cuda.mem_get_info(device)
     held = held_bytes(schedule, state.step, Tier.DEVICE)
-    unsharded = sum(param.full.untyped_storage().size() for unit in schedule.units for param in unit.sharded_params)
+    params = [param for unit in schedule.units for param in unit.sharded_params]
+    unsharded = sum(storage.size() for param in params for storage in param.unsharded_storages)
     slots = sum(param.grad.open_bytes for param in schedule.trained_params())
     matrices = state.step.matrices if state.step is not None else None
     states = held.states + (matrices.held_kept() if matrices is not None else 0)

@@ -45,9 +45,14 @@ class GatheredWeights:
         self.free()
 
     @property
+    def storage(self) -> torch.UntypedStorage:
+        """The memory of the weights, which is empty while they are sharded."""
+        return self._bytes.untyped_storage()
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of device memory."""
-        return self._bytes.untyped_storage().size()
+        return self.storage.size()
 
     # -- scales -------------------------------------------------------------------------------------------------
 

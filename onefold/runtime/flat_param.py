@@ -120,6 +120,12 @@ class FlatParam:
         """Whether `full` has no memory."""
         return self.layout.total > 0 and self.full.untyped_storage().size() == 0
 
+    @property
+    def unsharded_storages(self) -> list[torch.UntypedStorage]:
+        """The memory of the unsharded values, which is empty while they are sharded."""
+        in_fp8 = [self.fp8.storage] if self.fp8 is not None else []
+        return [self.full.untyped_storage(), *in_fp8]
+
     # -- unshard ------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> bool:
@@ -384,8 +390,9 @@ class FlatParam:
         held = self.store.param_bytes(tier)
         if tier is Tier.DEVICE:
             others = (self.secondary, self._cached[0] if self._cached is not None else None)
-            held += self.fp8.num_bytes if self.fp8 is not None else 0
-            held += self.full.untyped_storage().size() + sum(tensor.nbytes for tensor in others if tensor is not None)
+            held += sum(storage.size() for storage in self.unsharded_storages) + sum(
+                tensor.nbytes for tensor in others if tensor is not None
+            )
         return held
 
 

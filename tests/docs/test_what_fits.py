@@ -291,6 +291,17 @@ def test_the_peak_of_a_gpu_is_that_of_the_dry_run(seed):
         assert formulas.gathered(case) == pytest.approx(found.device.gathered, rel=0.1)
 
 
+def test_weights_in_fp8_are_gathered_with_one_byte_per_element():
+    short = {"sequence_length": 1024, "layers": 4, "offload_optimizer": "none", "recompute": True, "tied": False}
+    found = {}
+    for precision in ("bf16", "fp8"):
+        values = random_values(random.Random(1), **short, precision=precision, gpus=8, accumulation=1, stage=3)
+        case, found[precision] = case_of(values), forecast_of(values)
+        assert formulas.allocated(case) == pytest.approx(found[precision].device.allocated, rel=0.1), values
+        assert case.gathered_itemsize == (1 if precision == "fp8" else 2)
+    assert found["fp8"].device.gathered == pytest.approx(found["bf16"].device.gathered / 2, rel=0.01)
+
+
 @pytest.mark.parametrize("tiled_loss", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_tiles_and_inputs_on_the_host_are_those_of_the_dry_run(seed, tiled_loss):

@@ -43,9 +43,10 @@ class MemoryMoment(NamedTuple):
 
 
 class FlatStorage(Protocol):
-    """A flat parameter, of which only the storage is used."""
+    """A flat parameter, of which only the storages are used."""
 
-    full: torch.Tensor
+    @property
+    def unsharded_storages(self) -> list[torch.UntypedStorage]: ...
 
 
 @dataclass
@@ -167,9 +168,9 @@ class AllocationMode(TorchDispatchMode):
         super().__init__()
         self.work = Work()
         self._account, self._tape, self._gradients, self._vocabulary = account, tape, gradients, vocabulary
-        self._stored = {param.full.untyped_storage()._cdata for param in stored}
-        self._sharded = [param.full.untyped_storage() for param in sharded]
-        self._sizes = [0] * len(sharded)
+        self._stored = {storage._cdata for param in stored for storage in param.unsharded_storages}
+        self._sharded = [storage for param in sharded for storage in param.unsharded_storages]
+        self._sizes = [0] * len(self._sharded)
         self._serials: dict[int, int] = {}
         self._record("begin_step")
 
