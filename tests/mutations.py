@@ -1240,28 +1240,28 @@ MUTATIONS = [
         "(behind <= window)",
         "test_sequence_parallel.py -k sliding",
     ),
-    (
+    Mutation(
         "sequence-padding",
         "onefold/sequence/attention.py",
         "stop = num_tokens\n",
         "stop = length\n",
         "test_sequence_masks.py -k padding",
     ),
-    (
+    Mutation(
         "sequence-rows-of-chunks",
         "onefold/sequence/attention.py",
         "replace(mask, rows=next(iter(rows)))",
         "mask",
         "test_sequence_masks.py -k chunks",
     ),
-    (
+    Mutation(
         "sequence-recomputed-activity",
         "onefold/sequence/parallel.py",
         "return self._was_active",
         "return not self._whole",
         "test_sequence_masks.py -k whole",
     ),
-    (
+    Mutation(
         "sequence-owner",
         "onefold/sequence/dispatch.py",
         "return _model_of.get(module)",
