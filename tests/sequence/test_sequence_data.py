@@ -31,6 +31,8 @@ def test_labels_are_shifted_before_the_split():
     pair = split_batch((batch["input_ids"], torch.ones(2)), 2, 1, shifts_labels=False)
     assert pair[0].tolist() == [[3, 4, 5], [9, 10, 11]]
     assert pair[1].tolist() == [1, 1]
+    classes = split_batch([batch["input_ids"], torch.ones(2, 4)], 2, 1, shifts_labels=False)[1]
+    assert classes.shape == (2, 4)  # not one of tokens
 
 
 def of_loader() -> Any:
