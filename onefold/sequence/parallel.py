@@ -53,7 +53,7 @@ class SequenceParallel:
         # Whether all ranks have compared the shapes of their inputs in this forward.
         self._has_compared = False
         # Whether inputs were parts in the latest forward with gradients, which a backward may compute again.
-        self._was_active = False
+        self._was_active = True
         self._layout = SequenceLayout()
         self._handles: list[Any] = []
         if group is None:
@@ -140,6 +140,11 @@ class SequenceParallel:
             output = attend(query, key, value, options, layout)
         return gather_heads(self.ranks.exchange, self.size, output)
 
+    def record_activity(self) -> None:
+        """Record whether inputs of a forward that begins are parts, for a backward that computes it again."""
+        if torch.is_grad_enabled() and not inside_backward():
+            self._was_active = self.is_active
+
     def read_layout(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
         """Find out where samples and padding are in the sequences of a forward, from this rank's part of them."""
         self._compare([*position_ids.shape, attention_mask is not None])
@@ -159,8 +164,7 @@ class SequenceParallel:
     def _begin_forward(self, *_: Any) -> None:
         dispatch.begin_forward(self)
         self._num_attentions, self._has_compared = 0, False
-        if torch.is_grad_enabled() and not inside_backward():
-            self._was_active = self.is_active
+        self.record_activity()
 
     def _end_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         dispatch.end_forward(self)

@@ -120,6 +120,8 @@ class _Inputs:
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         parallel = self._parallel()
+        if parallel is not None:
+            parallel.record_activity()
         if parallel is None or not parallel.is_active:
             return
         given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments

@@ -208,16 +208,23 @@ def test_attention_that_was_imported_by_name(on_ranks):
 
 
 def of_base_model() -> None:
-    model, batch = transformers_model("Llama", 4, 2), samples(0, 0, packed=True)
+    """Call the model inside of a causal language model, as scripts do that need hidden states, and recompute it."""
+    model, batch = transformers_model("Llama", 4, 2, recomputes=True), samples(0, 0, packed=True)
     reference = copy.deepcopy(model)
     engine = open_engine(model)
-    with torch.no_grad():
-        expected = reference.model(**{name: batch[name] for name in ("input_ids", "position_ids")})
-        part = engine.sequence_parallel.split(batch)
-        found = engine.module.model(input_ids=part["input_ids"], position_ids=part["position_ids"])
-        with pytest.raises(ValueError, match="without position_ids"):
-            engine.module.model(input_ids=part["input_ids"])
-    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state.chunk(2, dim=1)[rank()])
+    part = engine.sequence_parallel.split(batch)
+    with pytest.raises(ValueError, match="without position_ids"):
+        engine.module.model(input_ids=part["input_ids"])
+    found, expected = (
+        each.model(input_ids=given["input_ids"], position_ids=given["position_ids"]).last_hidden_state
+        for each, given in ((engine.module, part), (reference, batch))
+    )
+    torch.testing.assert_close(found.detach(), expected.detach().chunk(2, dim=1)[rank()])
+    engine.backward(found.square().sum())
+    engine.step()
+    (expected.square().sum() / 2).backward()  # ranks add their parts, and average
+    norm = torch.stack([p.grad.norm() for p in reference.model.parameters()]).norm()
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-5)
     engine.destroy()
 
 
