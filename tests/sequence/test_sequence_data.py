@@ -131,6 +131,32 @@ def test_the_batch_counts_sequences(on_ranks):
         assert "2 groups of 2 ranks, each of which computes one micro-batch in parts" in text
 
 
+class StridedMpu:
+    """Megatron's methods for sequences of the ranks 0 and 2, and 1 and 3."""
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return 2
+
+    def get_sequence_parallel_rank(self) -> int:
+        return rank() // 2
+
+
+def of_meshes() -> None:
+    model = plain_model(4, 4)
+    engine, *_ = onefold.initialize(model=model, config=config(2), mesh_param=(2, 2))
+    assert (engine.sequence_parallel.size, engine.sequence_parallel.rank) == (2, rank() % 2)
+    engine.destroy()
+    with pytest.raises(ValueError, match=r"\(4, 2\) is not a mesh of the 4 ranks.*\(2, 2\)"):
+        onefold.initialize(model=model, config=config(2), mesh_param=(4, 2))
+    if rank() in (1, 2):
+        with pytest.raises(ValueError, match=r"mpu: rank \d computes part"):
+            onefold.initialize(model=model, config=config(2), mpu=StridedMpu())
+
+
+def test_meshes_of_neighbouring_ranks(own_ranks):
+    own_ranks(4, of_meshes)
+
+
 @pytest.mark.parametrize("kind", ["Llama", "plain"])
 def test_a_dry_run_divides_sequences(kind):
     """Check the bytes of attention, and that activations take about half."""
