@@ -1241,6 +1241,13 @@ MUTATIONS = [
         "test_sequence_parallel.py -k sliding",
     ),
     Mutation(
+        "sequence-last-position",
+        "onefold/sequence/parallel.py",
+        "self.last_position = positions.max()",
+        "self.last_position = position_ids.max()",
+        "test_sequence_masks.py -k rotary",
+    ),
+    Mutation(
         "sequence-padding",
         "onefold/sequence/attention.py",
         "stop = num_tokens\n",

@@ -49,6 +49,9 @@ class Divided(Protocol):
     @property
     def is_packed(self) -> bool: ...
 
+    @property
+    def last_position(self) -> Tensor: ...
+
 
 # All models under sequence parallelism, those of each module, and those whose forward runs, innermost last.
 _open: WeakSet[Any] = WeakSet()

@@ -55,6 +55,8 @@ class SequenceParallel:
         # Whether inputs were parts in the latest forward with gradients, which a backward may compute again.
         self._was_active = True
         self._layout = SequenceLayout()
+        self.last_position = torch.zeros((), dtype=torch.long)
+        """The largest position in the sequences of this forward."""
         self._handles: list[Any] = []
         if group is None:
             return
@@ -149,6 +151,8 @@ class SequenceParallel:
         """Find out where samples and padding are in the sequences of a forward, from this rank's part of them."""
         self._compare([*position_ids.shape, attention_mask is not None])
         positions, mask = self.ranks.gather_tokens(position_ids), self.ranks.gather_tokens(attention_mask)
+        assert positions is not None
+        self.last_position = positions.max()
         self._layout = SequenceLayout.of(positions, mask) if self.ranks.device.type != "meta" else SequenceLayout()
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError
@@ -52,6 +53,10 @@ def prepare(model: nn.Module, parallel: Divided) -> list[Any]:
         handles.append(_Replaced(module))
         # Scripts also call the base model, for hidden states.
         handles.append(module.base_model.register_forward_pre_hook(_Inputs(parallel), with_kwargs=True))
+        for rotary in filter(_depends_on_length, module.modules()):
+            table = _RotaryTable(parallel)
+            handles.append(rotary.register_forward_pre_hook(table.add_position, with_kwargs=True))
+            handles.append(rotary.register_forward_hook(table.drop_position))
     return handles
 
 
@@ -139,6 +144,38 @@ class _Inputs:
                 "call it inside engine.sequence_parallel.whole_sequences() for whole sequences."
             )
         parallel.read_layout(positions, mask)
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Return whether a module makes a rotary table whose frequencies depend on the largest position."""
+    kinds = getattr(module, "rope_type", None)
+    each = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in each)
+
+
+class _RotaryTable:
+    """Hooks of a rotary table that pass the largest position of the whole sequences as one more token."""
+
+    def __init__(self, parallel: Divided) -> None:
+        self._parallel = weakref.ref(parallel)
+
+    def add_position(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Add the position, as the second argument of the tables of transformers."""
+        parallel = self._parallel()
+        if parallel is None or not parallel.is_active:
+            return None
+        given = inspect.signature(module.forward).bind(*args, **kwargs)
+        positions = given.arguments["position_ids"]
+        last = parallel.last_position.to(positions).expand(*positions.shape[:-1], 1)
+        given.arguments["position_ids"] = torch.cat([positions, last], dim=-1)
+        return given.args, given.kwargs
+
+    def drop_position(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Drop the row of the added position from a table, or from the tables of sines and cosines."""
+        parallel = self._parallel()
+        if parallel is None or not parallel.is_active:
+            return None
+        return output[..., :-1, :] if isinstance(output, Tensor) else tuple(table[..., :-1, :] for table in output)
 
 
 class _Replaced:

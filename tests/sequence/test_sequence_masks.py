@@ -71,6 +71,12 @@ def of_masks(kind: str, batch: dict[str, torch.Tensor], settings: dict[str, Any]
 
 QWEN2_MOE = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5, "num_experts": 4}
 
+LENGTHS = {"max_position_embeddings": 8, "pad_token_id": 0}
+DYNAMIC_ROPE = LENGTHS | {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10.0}}
+FACTORS = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0], "original_max_position_embeddings": 16}
+LONG_ROPE = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10.0} | FACTORS, "pad_token_id": 0}
+LONG_ROPE |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+
 
 @pytest.mark.parametrize(
     ("kind", "batch", "settings", "keys"),
@@ -80,6 +86,9 @@ QWEN2_MOE = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window
         pytest.param("Mistral", padded(), {"sliding_window": 5}, {}, id="padding and window"),
         # This model passes its window to the mask only.
         pytest.param("Qwen2Moe", samples(0, 0), QWEN2_MOE, {}, id="window of the mask"),
+        # Frequencies of these depend on the largest position, which only the last rank has.
+        pytest.param("Phi3", samples(0, 0), LONG_ROPE, {}, id="long rotary table"),
+        pytest.param("Llama", samples(0, 0), DYNAMIC_ROPE, {}, id="dynamic rotary table"),
         pytest.param("Llama", samples(0, 0, packed=True), {}, {"onefold": {"batch_chunks": 2}}, id="packed chunks"),
         pytest.param("Llama", padded(), {"recomputes": True}, {"onefold": {"batch_chunks": 2}}, id="padded chunks"),
     ],
