@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn import functional as F
@@ -60,17 +61,23 @@ _in_forward: list[Divided] = []
 _is_inside = False
 # The names of Python modules that have imported torch's function, and its name there.
 _importers: list[tuple[dict[str, Any], str]] = []
+# Whether torch may compute nn.MultiheadAttention in evaluation by a kernel that does not call its attention function.
+_allows_fast_path = True
 _CALL_OF_MODULE, _FILE_OF_BACKWARD = nn.Module._call_impl.__code__, graph.__file__
 
 
 def add(divided: Divided, model: nn.Module) -> None:
     """Divide the attention of a model from now on."""
+    global _allows_fast_path
     sizes = {other.size for other in _open}
     if sizes - {divided.size}:
         raise RuntimeError(
             f"an engine with sequence_parallel_size = {sizes.pop()} is open, so another one cannot have "
             f"{divided.size}. Close the first one (engine.close()), or use one size."
         )
+    if not _open:
+        _allows_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
     _open.add(divided)
     for module in model.modules():
         _model_of[module] = divided
@@ -89,7 +96,10 @@ def _replace_in(names: dict[str, Any]) -> None:
 
 def remove(divided: Divided) -> None:
     """Stop to divide the attention of a model."""
-    _open.discard(divided)
+    if divided in _open:
+        _open.discard(divided)
+        if not _open:
+            torch.backends.mha.set_fastpath_enabled(_allows_fast_path)
     end_forward(divided)
     for module in [module for module, owner in _model_of.items() if owner is divided]:
         del _model_of[module]

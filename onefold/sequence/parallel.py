@@ -64,6 +64,11 @@ class SequenceParallel:
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward, prepend=True),
             model.register_forward_hook(self._end_forward, always_call=True),
+            *(
+                module.register_forward_pre_hook(self._check_weights, with_kwargs=True)
+                for module in model.modules()
+                if isinstance(module, nn.MultiheadAttention)
+            ),
             *transformers_models.prepare(model, self),
         ]
         dispatch.add(self, model)
@@ -177,6 +182,14 @@ class SequenceParallel:
                 f"sequence parallelism: the forward of {type(model).__name__} called neither torch's "
                 "scaled_dot_product_attention nor an attention function of transformers, so its tokens saw only this "
                 "rank's part of the sequence. Use torch.nn.functional.scaled_dot_product_attention."
+            )
+
+    def _check_weights(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise for attention weights, which torch does not compute by its attention function."""
+        if self.is_active and (args[4] if len(args) > 4 else kwargs.get("need_weights", True)):
+            raise ValueError(
+                "sequence parallelism: nn.MultiheadAttention was called for its weights, which cover this rank's part "
+                "of the sequence only. Pass need_weights=False."
             )
 
     def _compare(self, row: list[int]) -> None:

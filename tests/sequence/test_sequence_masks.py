@@ -216,6 +216,43 @@ def test_attention_that_was_imported_by_name(on_ranks):
     on_ranks(2, of_names)
 
 
+class OfTorch(nn.Module):
+    """Torch's own attention layers, next to a call of its attention function."""
+
+    def __init__(self, needs_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 4, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
+        self.needs_weights = needs_weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x + self.attention(x, x, x, need_weights=self.needs_weights)[0])
+        heads = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+def of_torch() -> None:
+    x = torch.randn(2, LENGTH, 8, generator=torch.Generator().manual_seed(1))
+    model = OfTorch(needs_weights=False)
+    reference = copy.deepcopy(model)
+    engine = open_engine(model)
+    part = x.chunk(2, dim=1)[rank()]
+    for training in (True, False):  # in evaluation, torch would use other kernels
+        engine.train(training)
+        with torch.set_grad_enabled(training):
+            expected = reference.train(training)(x).chunk(2, dim=2)[rank()]
+            torch.testing.assert_close(engine(part), expected)
+    model.needs_weights = True
+    with pytest.raises(ValueError, match="need_weights=False"):
+        engine(part)
+    engine.destroy()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_attention_layers_of_torch(on_ranks):
+    on_ranks(2, of_torch)
+
+
 def of_base_model() -> None:
     """Call the model inside of a causal language model, as scripts do that need hidden states, and recompute it."""
     model, batch = transformers_model("Llama", 4, 2, recomputes=True), samples(0, 0, packed=True)
