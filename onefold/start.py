@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from glob import escape
@@ -74,6 +75,7 @@ def initialize(
     )
     world, is_first = world_detector().size, world_detector().rank == 0
     check_topology(settings, world)
+    _check_mesh(mpu, mesh_param, settings.sequence_parallel_size)
     set_up_logging(settings.log_level, speaks=is_first)
     _log_notices(settings.notices, speaks=is_first)
     checkpointing.read_config(settings)
@@ -171,6 +173,22 @@ def _with_mesh(settings: Config, mpu: Any, mesh_param: Any) -> Config:
     if size != 1 and given not in (1, size):
         raise ValueError(f"sequence_parallel_size is {given} in the config, but {size} in mpu or mesh_param. Use one.")
     return replace(settings, sequence_parallel_size=max(size, given))
+
+
+def _check_mesh(mpu: Any, mesh_param: Any, size: int) -> None:
+    """Raise unless the ranks of a sequence in DeepSpeed's arguments are neighbours, as in `sequence_group`."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if mesh_param is not None and math.prod(mesh_param) != world:
+        raise ValueError(
+            f"mesh_param = {tuple(mesh_param)} is not a mesh of the {world} ranks of this job. Pass "
+            f"({world // size}, {size})."
+        )
+    rank_of_sequence = getattr(mpu, "get_sequence_parallel_rank", None)
+    if rank_of_sequence is not None and rank_of_sequence() != rank % size:
+        raise ValueError(
+            f"mpu: rank {rank} computes part {rank_of_sequence()} of its sequences, but {size} neighbouring ranks must "
+            f"compute parts 0 to {size - 1}. Divide the ranks in this order, or set sequence_parallel_size instead."
+        )
 
 
 def _log_notices(notices: Iterable[str], *, speaks: bool) -> None:

@@ -30,6 +30,15 @@ def _zero() -> int:
     return 0
 
 
+def _get_data_parallel_world_size() -> int:
+    """Return the number of ranks with different samples."""
+    return dist.get_world_size() // _get_sequence_parallel_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    return dist.get_rank() // _get_sequence_parallel_world_size()
+
+
 def _get_sequence_parallel_group() -> Any:
     return mpu.get_sequence_parallel_group() if mpu is not None else None
 
@@ -43,9 +52,8 @@ def _get_sequence_parallel_rank() -> int:
 
 
 get_data_parallel_group = _get_sequence_data_parallel_group = _clone_world_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_data_parallel_world_size = dist.get_world_size
-get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = dist.get_rank
-_get_sequence_data_parallel_world_size = dist.get_world_size
+get_data_parallel_world_size, get_data_parallel_rank = _get_data_parallel_world_size, _get_data_parallel_rank
+_get_sequence_data_parallel_world_size, _get_sequence_data_parallel_rank = dist.get_world_size, dist.get_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size = _get_model_parallel_world_size = _one
 _get_expert_model_parallel_world_size = _one
 get_tensor_model_parallel_rank = get_model_parallel_rank = _zero

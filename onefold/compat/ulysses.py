@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,3 +79,13 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
     ) -> None:
         group = sequence_group(sp_world_size, data_group()) if sp_world_size > 1 else None
         super().__init__(dl, SequenceRanks(group, Ledger(), torch.device(device)), shifts_labels=True)
+
+    @property
+    def dataset(self) -> Any:
+        """The samples of the inner loader. Accelerate's `skip_first_batches` would make a loader of whole sequences."""
+        if sys._getframe(1).f_code.co_name == "skip_first_batches":
+            raise RuntimeError(
+                "sequence parallelism: Accelerate cannot skip batches of parts of sequences, to resume inside an "
+                "epoch. Pass ignore_data_skip=True to TrainingArguments, or resume from the end of an epoch."
+            )
+        return self.loader.dataset  # type: ignore[attr-defined]

@@ -1,25 +1,31 @@
 """Calls of torch's attention function by models under sequence parallelism.
 
 [Note: which attention is divided]
-Attention functions of transformers get the module that calls them, which belongs to a model. Other models call
+Attention functions of transformers get the module that calls them. Other models call
 `torch.nn.functional.scaled_dot_product_attention`, which does not say who calls. It is replaced while an engine with
-sequence parallelism is open. The replacement divides the calls of the model whose forward runs, and the calls in a
-backward, where a forward is recomputed, possibly on another thread.
+sequence parallelism is open, also where modules have imported it by name. The replacement divides the calls of the
+model whose forward runs. In other calls, such as those of a backward that recomputes a part of a forward, the caller
+is the innermost module on the Python stack: it belongs to a model under sequence parallelism, or to another one, whose
+attention is left as it is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import graph
 from torch.nn import functional as F
 
+from onefold.runtime.torch_internals import inside_backward, outside_compiler
 from onefold.sequence import attention
-from onefold.sequence.attention import AttentionOptions, SequenceLayout
+from onefold.sequence.attention import AttentionOptions, SequenceMask
 
 
 class Divided(Protocol):
@@ -32,38 +38,76 @@ class Divided(Protocol):
     def is_active(self) -> bool: ...
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, layout: SequenceLayout
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mask: SequenceMask | None
     ) -> Tensor: ...
 
-    def add_layout(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> None: ...
+    def record_activity(self) -> None: ...
 
-    def layout(self, position_ids: Tensor | None) -> SequenceLayout: ...
+    def read_layout(self, position_ids: Tensor, attention_mask: Tensor | None) -> None: ...
+
+    def mask(self, batch: int, *, is_causal: bool, window: int | None, hides_padding: bool) -> SequenceMask: ...
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def last_position(self) -> Tensor: ...
 
 
-# All models under sequence parallelism, and those whose forward runs, innermost last.
+# All models under sequence parallelism, those of each module, and those whose forward runs, innermost last.
 _open: WeakSet[Any] = WeakSet()
+_model_of: WeakKeyDictionary[nn.Module, Divided] = WeakKeyDictionary()
 _in_forward: list[Divided] = []
 _is_inside = False
+# The names of Python modules that have imported torch's function, and its name there.
+_importers: list[tuple[dict[str, Any], str]] = []
+# Whether torch may compute nn.MultiheadAttention in evaluation by a kernel that does not call its attention function.
+_allows_fast_path = True
+_CALL_OF_MODULE, _FILE_OF_BACKWARD = nn.Module._call_impl.__code__, graph.__file__
 
 
-def add(divided: Divided) -> None:
+def add(divided: Divided, model: nn.Module) -> None:
     """Divide the attention of a model from now on."""
+    global _allows_fast_path
     sizes = {other.size for other in _open}
     if sizes - {divided.size}:
         raise RuntimeError(
             f"an engine with sequence_parallel_size = {sizes.pop()} is open, so another one cannot have "
             f"{divided.size}. Close the first one (engine.close()), or use one size."
         )
+    if not _open:
+        _allows_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
     _open.add(divided)
-    F.scaled_dot_product_attention = _dispatch
+    for module in model.modules():
+        _model_of[module] = divided
+        _replace_in(getattr(type(module).forward, "__globals__", {}))
+    for name, imported in list(sys.modules.items()):
+        if name == F.__name__ or name.partition(".")[0] not in ("torch", "onefold"):
+            _replace_in(getattr(imported, "__dict__", {}))
+
+
+def _replace_in(names: dict[str, Any]) -> None:
+    """Replace torch's function in the names of a Python module."""
+    for name in [name for name, value in list(names.items()) if value is attention.sdpa]:
+        names[name] = _dispatch
+        _importers.append((names, name))
 
 
 def remove(divided: Divided) -> None:
     """Stop to divide the attention of a model."""
-    _open.discard(divided)
+    if divided in _open:
+        _open.discard(divided)
+        if not _open:
+            torch.backends.mha.set_fastpath_enabled(_allows_fast_path)
     end_forward(divided)
+    for module in [module for module, owner in _model_of.items() if owner is divided]:
+        del _model_of[module]
     if not _open:
-        F.scaled_dot_product_attention = attention.sdpa
+        for names, each in _importers:
+            if names.get(each) is _dispatch:
+                names[each] = attention.sdpa
+        _importers.clear()
 
 
 def begin_forward(divided: Divided) -> None:
@@ -90,15 +134,40 @@ def replaced(function: Callable[..., Tensor]) -> Iterator[None]:
         F.scaled_dot_product_attention, attention.sdpa = before
 
 
+def model_of(module: nn.Module) -> Divided | None:
+    """Return the model that a module belongs to, if its inputs are parts of sequences."""
+    found = _model_of.get(module)
+    return found if found is not None and found.is_active else None
+
+
 def current() -> Divided | None:
     """Return the model that computes now, if its inputs are parts of sequences. See [Note: which attention is divided].
 
-    In a backward it is any model under sequence parallelism, because they share one group of ranks.
+    Only attention functions and those that make masks may call this.
     """
-    found = _in_forward[-1] if _in_forward else None
-    if found is None and torch._C._current_graph_task_id() != -1:
-        found = next((divided for divided in _open if divided.is_active), None)
+    found = _in_forward[-1] if _in_forward else _on_stack() if _open else None
     return found if found is not None and found.is_active else None
+
+
+@outside_compiler
+def _on_stack() -> Divided | None:
+    """Return the model under sequence parallelism that the innermost module on the Python stack belongs to."""
+    frame: FrameType | None = sys._getframe(2)
+    is_caller = True
+    while frame is not None and frame.f_code.co_filename != _FILE_OF_BACKWARD:
+        # Locals of other frames are not read, because a frame keeps what was read alive.
+        if frame.f_code is _CALL_OF_MODULE or (is_caller and frame.f_code.co_varnames[:1] == ("self",)):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                return _model_of.get(module)
+        is_caller &= frame.f_code.co_filename == __file__
+        frame = frame.f_back
+    if inside_backward():
+        raise RuntimeError(
+            "sequence parallelism: a backward recomputes scaled_dot_product_attention, but not in a module, so it is "
+            "not known to which model the call belongs. Recompute (checkpoint) a module that calls it."
+        )
+    return None
 
 
 @contextmanager
@@ -131,4 +200,4 @@ def _dispatch(
             "sequence parallelism: scaled_dot_product_attention got an attn_mask, which covers this rank's part of the "
             "sequence only. Pass is_causal=True instead, or no mask."
         )
-    return divided.attention(query, key, value, AttentionOptions(is_causal, dropout_p, scale), SequenceLayout())
+    return divided.attention(query, key, value, AttentionOptions(is_causal, dropout_p, scale), None)

@@ -20,12 +20,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from onefold.comm import Group, Ledger, sequence_group
+from onefold.errors import ConfigError
+from onefold.runtime.torch_internals import inside_backward, outside_compiler
 from onefold.sequence import dispatch, transformers_models
-from onefold.sequence.attention import AttentionOptions, SequenceLayout, attend
+from onefold.sequence.attention import AttentionOptions, SequenceLayout, SequenceMask, attend
 from onefold.sequence.heads import gather_heads, scatter_heads
 from onefold.sequence.parts import IGNORED, split_batch
 from onefold.sequence.sequence_loader import SequenceLoader
-from onefold.sequence.sequence_ranks import SequenceRanks
+from onefold.sequence.sequence_ranks import LOSS, SequenceRanks
+
+# Layers that combine tokens, or compute statistics over them, in addition to convolutions.
+_TOKEN_LAYERS = (nn.RNNBase, nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm1d)
 
 
 class SequenceParallel:
@@ -45,18 +50,28 @@ class SequenceParallel:
         self._whole = False
         self._is_closed = False
         self._num_attentions = 0
-        # The shape of queries that all ranks have compared in this forward.
+        # Whether all ranks have compared the shapes of their inputs in this forward.
         self._has_compared = False
-        self._layouts: list[tuple[weakref.ref[Tensor], SequenceLayout]] = []
+        # Whether inputs were parts in the latest forward with gradients, which a backward may compute again.
+        self._was_active = True
+        self._layout = SequenceLayout()
+        self.last_position = torch.zeros((), dtype=torch.long)
+        """The largest position in the sequences of this forward."""
         self._handles: list[Any] = []
         if group is None:
             return
+        check_layers(model, self.size)
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward, prepend=True),
             model.register_forward_hook(self._end_forward, always_call=True),
+            *(
+                module.register_forward_pre_hook(self._check_weights, with_kwargs=True)
+                for module in model.modules()
+                if isinstance(module, nn.MultiheadAttention)
+            ),
             *transformers_models.prepare(model, self),
         ]
-        dispatch.add(self)
+        dispatch.add(self, model)
 
     def close(self) -> None:
         """Restore the attention of the model."""
@@ -102,14 +117,19 @@ class SequenceParallel:
 
     @property
     def is_active(self) -> bool:
-        """Whether inputs of the model are parts of sequences now."""
-        if self._is_closed or self._whole or self.size == 1:
+        """Whether inputs of the model are parts of sequences now, or were in the forward that a backward recomputes."""
+        if self._is_closed or self.size == 1:
+            return False
+        if inside_backward():
+            return self._was_active
+        if self._whole:
             return False
         model = self._model()
         return self.in_evaluation or model is None or model.training
 
+    @outside_compiler
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, layout: SequenceLayout
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mask: SequenceMask | None
     ) -> Tensor:
         """Return the attention of this rank's tokens to whole sequences. See [Note: exchange of heads]."""
         if query.dim() != 4 or query.shape[2] != key.shape[2]:
@@ -122,31 +142,38 @@ class SequenceParallel:
         if not self._has_compared:
             self._compare([query.shape[0], query.shape[2], query.shape[1], key.shape[1]])
         query, key, value = scatter_heads(self.ranks.exchange, self.size, query, key, value)
+        layout = mask.layout.of_rows(mask.rows) if mask is not None else SequenceLayout()
         with dispatch.undivided():
             output = attend(query, key, value, options, layout)
         return gather_heads(self.ranks.exchange, self.size, output)
 
-    def add_layout(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
-        """Find out the layout of the sequences of a forward, of which the arguments describe this rank's part."""
-        known = position_ids if position_ids is not None else attention_mask
-        shape = known.shape if known is not None else (0, 0)
-        self._compare([*shape, position_ids is not None, attention_mask is not None])
-        positions, mask = self.ranks.gather_tokens(position_ids), self.ranks.gather_tokens(attention_mask)
-        layout = SequenceLayout.of(positions, mask) if self.ranks.device.type != "meta" else SequenceLayout()
-        self._layouts = [(key, found) for key, found in self._layouts if key() is not None]
-        if known is not None:
-            self._layouts.append((weakref.ref(known), layout))
+    def record_activity(self) -> None:
+        """Record whether inputs of a forward that begins are parts, for a backward that computes it again."""
+        if torch.is_grad_enabled() and not inside_backward():
+            self._was_active = self.is_active
 
-    def layout(self, position_ids: Tensor | None) -> SequenceLayout:
-        """Return the layout of the forward with these positions, which recomputation may ask for later."""
-        for key, layout in reversed(self._layouts):
-            if key() is position_ids:
-                return layout
-        return self._layouts[-1][1] if self._layouts else SequenceLayout()
+    def read_layout(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Find out where samples and padding are in the sequences of a forward, from this rank's part of them."""
+        self._compare([*position_ids.shape, attention_mask is not None])
+        positions, mask = self.ranks.gather_tokens(position_ids), self.ranks.gather_tokens(attention_mask)
+        assert positions is not None
+        self.last_position = positions.max()
+        self._layout = SequenceLayout.of(positions, mask) if self.ranks.device.type != "meta" else SequenceLayout()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences of this forward consist of several samples."""
+        return self._layout.documents is not None
+
+    def mask(self, batch: int, *, is_causal: bool, window: int | None, hides_padding: bool) -> SequenceMask:
+        """Return the mask of the sequences of this forward."""
+        layout = self._layout if hides_padding or self.is_packed else SequenceLayout()
+        return SequenceMask(layout, is_causal, window, torch.arange(batch, device="cpu"))
 
     def _begin_forward(self, *_: Any) -> None:
         dispatch.begin_forward(self)
         self._num_attentions, self._has_compared = 0, False
+        self.record_activity()
 
     def _end_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         dispatch.end_forward(self)
@@ -155,6 +182,14 @@ class SequenceParallel:
                 f"sequence parallelism: the forward of {type(model).__name__} called neither torch's "
                 "scaled_dot_product_attention nor an attention function of transformers, so its tokens saw only this "
                 "rank's part of the sequence. Use torch.nn.functional.scaled_dot_product_attention."
+            )
+
+    def _check_weights(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise for attention weights, which torch does not compute by its attention function."""
+        if self.is_active and (args[4] if len(args) > 4 else kwargs.get("need_weights", True)):
+            raise ValueError(
+                "sequence parallelism: nn.MultiheadAttention was called for its weights, which cover this rank's part "
+                "of the sequence only. Pass need_weights=False."
             )
 
     def _compare(self, row: list[int]) -> None:
@@ -171,6 +206,17 @@ class SequenceParallel:
             )
 
 
+def check_layers(model: nn.Module, size: int) -> None:
+    """Raise if a model has layers other than attention that combine tokens, or statistics of them."""
+    for name, module in model.named_modules():
+        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+        if convolves or isinstance(module, _TOKEN_LAYERS):
+            raise ConfigError(
+                f"sequence_parallel_size = {size}: {name} is a {type(module).__name__}, which would see the tokens of "
+                "one rank only. Use 1, or a model in which only attention combines tokens."
+            )
+
+
 def make_sequence_parallel(
     model: nn.Module, size: int, group: Group, ledger: Ledger, device: torch.device
 ) -> SequenceParallel:
@@ -184,7 +230,7 @@ class _MeanLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: Tensor, parallel: SequenceParallel) -> Tensor:
         mean = torch.where(count > 0, loss, 0.0).double()
-        sums = parallel.ranks.gather(torch.stack([mean * count, count.double()])).sum(0)
+        sums = parallel.ranks.gather(LOSS, torch.stack([mean * count, count.double()])).sum(0)
         total = sums[1].clamp(min=1)
         ctx.factor = (parallel.size * count / total).to(loss.dtype)
         return (sums[0] / total).to(loss.dtype)

@@ -18,13 +18,15 @@ def split_batch(batch: Any, size: int, rank: int, *, shifts_labels: bool) -> Any
     A mapping with `input_ids` or `inputs_embeds` gets `position_ids` of the whole sequence unless it has them. With
     `shifts_labels`, `shift_labels` has the label of the next token at each token, as causal models need it, and
     `labels` is the same tensor: transformers computes a loss if it gets `labels`, and uses `shift_labels` for it.
-    In a tuple or list, all tensors with two or more dimensions are divided as they are.
+    In a tuple or list, tensors are divided as they are, if they have as many tokens as the first one.
     """
     if isinstance(batch, Tensor):
         return split_tensor("the batch", batch, size, rank)
     if isinstance(batch, tuple | list):
+        length = next((value.shape[1] for value in batch if _has_tokens(value)), None)
         parts = [
-            split_batch(value, size, rank, shifts_labels=False) if _has_tokens(value) else value for value in batch
+            split_tensor("the batch", value, size, rank) if _has_tokens(value) and value.shape[1] == length else value
+            for value in batch
         ]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if not isinstance(batch, Mapping):

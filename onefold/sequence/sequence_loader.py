@@ -44,7 +44,7 @@ class SequenceLoader:
     def _exchange(self, batch: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Yield the batches of all ranks that have one. Ranks whose loader has ended take part."""
         header = json.dumps(None if batch is None else _describe(batch))
-        for rank, text in enumerate(self._ranks.exchange_texts("the next batch", header)):
+        for rank, text in enumerate(self._ranks.exchange_texts(header)):
             described = json.loads(text)
             if described is not None:
                 mine = dict(batch or {}) if rank == self._ranks.rank else {}

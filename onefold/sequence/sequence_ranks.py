@@ -7,7 +7,9 @@ from torch import Tensor
 
 from onefold.comm import Agreement, AllGatherOp, Group, Ledger, PeerExchange, broadcast_from, make_collective
 
-ATTENTION = "the attention of a sequence"
+# What ranks wait for. Different names let the hang detector compare ranks.
+SHAPES, LAYOUT = "the shapes of the parts of a sequence", "the positions of a sequence"
+ATTENTION, LOSS, BATCH = "the attention of a sequence", "the mean loss of a sequence", "the next batch of a sequence"
 
 
 class SequenceRanks:
@@ -25,7 +27,7 @@ class SequenceRanks:
         """Return the numbers of all ranks, in rank order."""
         if self.group is None:
             return [row]
-        return [other[: len(row)] for other in self._agreement.synchronize(ATTENTION, row)]
+        return [other[: len(row)] for other in self._agreement.synchronize(SHAPES, row)]
 
     def exchange(self, outgoing: Tensor) -> Tensor:
         """Send row r of a matrix to rank r, and return the rows received from each rank."""
@@ -36,12 +38,12 @@ class SequenceRanks:
             self._collective.start_peer_exchange(peers, "attention").finish()
         return incoming
 
-    def gather(self, values: Tensor) -> Tensor:
-        """Return the vectors of all ranks, as rows."""
+    def gather(self, what: str, values: Tensor) -> Tensor:
+        """Return the vectors of all ranks, as rows. `what` names the wait."""
         if self.group is None:
             return values.reshape(1, -1)
         output = values.new_empty(self.size * values.numel())
-        with self._agreement.guard.waiting_for(ATTENTION):
+        with self._agreement.guard.waiting_for(what):
             self._collective.start_gather([AllGatherOp(output, values.reshape(-1))]).finish()
         return output.view(self.size, -1)
 
@@ -49,18 +51,18 @@ class SequenceRanks:
         """Return the numbers of all tokens, from those of this rank's tokens (batch x tokens)."""
         if part is None:
             return None
-        rows = self.gather(part.long())
+        rows = self.gather(LAYOUT, part.long())
         return rows.view(self.size, *part.shape).movedim(0, 1).flatten(1, 2)
 
-    def exchange_texts(self, what: str, text: str) -> list[str]:
+    def exchange_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order."""
         if self.group is None:
             return [text]
-        return [self._agreement.broadcast_text(what, text, rank) for rank in range(self.size)]
+        return [self._agreement.broadcast_text(BATCH, text, rank) for rank in range(self.size)]
 
     def broadcast(self, tensor: Tensor, rank: int) -> Tensor:
         """Return a tensor with the values of one rank."""
         if self.group is not None:
-            with self._agreement.guard.waiting_for(ATTENTION):
+            with self._agreement.guard.waiting_for(BATCH):
                 broadcast_from(self.group, rank, tensor, self._ledger)
         return tensor

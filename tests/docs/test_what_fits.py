@@ -292,10 +292,19 @@ def test_the_peak_of_a_gpu_is_that_of_the_dry_run(seed):
 
 
 def test_weights_in_fp8_are_gathered_with_one_byte_per_element():
-    short = {"sequence_length": 1024, "layers": 4, "offload_optimizer": "none", "recompute": True, "tied": False}
+    short = {
+        "micro_batch": 1,
+        "sequence_length": 1024,
+        "layers": 4,
+        "offload_optimizer": "none",
+        "recompute": True,
+        "tied": False,
+    }
     found = {}
     for precision in ("bf16", "fp8"):
-        values = random_values(random.Random(1), **short, precision=precision, gpus=8, accumulation=1, stage=3)
+        values = random_values(
+            random.Random(101), **short, precision=precision, gpus=8, nodes=1, accumulation=1, stage=3
+        )
         case, found[precision] = case_of(values), forecast_of(values)
         assert formulas.allocated(case) == pytest.approx(found[precision].device.allocated, rel=0.1), values
         assert case.gathered_itemsize == (1 if precision == "fp8" else 2)

@@ -31,6 +31,8 @@ def test_labels_are_shifted_before_the_split():
     pair = split_batch((batch["input_ids"], torch.ones(2)), 2, 1, shifts_labels=False)
     assert pair[0].tolist() == [[3, 4, 5], [9, 10, 11]]
     assert pair[1].tolist() == [1, 1]
+    classes = split_batch([batch["input_ids"], torch.ones(2, 4)], 2, 1, shifts_labels=False)[1]
+    assert classes.shape == (2, 4)  # not one of tokens
 
 
 def of_loader() -> Any:
@@ -127,6 +129,32 @@ def test_the_batch_counts_sequences(on_ranks):
         assert (train, micro) == (4 * 3 * 2, 4)
         assert "on 4 ranks" in text
         assert "2 groups of 2 ranks, each of which computes one micro-batch in parts" in text
+
+
+class StridedMpu:
+    """Megatron's methods for sequences of the ranks 0 and 2, and 1 and 3."""
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return 2
+
+    def get_sequence_parallel_rank(self) -> int:
+        return rank() // 2
+
+
+def of_meshes() -> None:
+    model = plain_model(4, 4)
+    engine, *_ = onefold.initialize(model=model, config=config(2), mesh_param=(2, 2))
+    assert (engine.sequence_parallel.size, engine.sequence_parallel.rank) == (2, rank() % 2)
+    engine.destroy()
+    with pytest.raises(ValueError, match=r"\(4, 2\) is not a mesh of the 4 ranks.*\(2, 2\)"):
+        onefold.initialize(model=model, config=config(2), mesh_param=(4, 2))
+    if rank() in (1, 2):
+        with pytest.raises(ValueError, match=r"mpu: rank \d computes part"):
+            onefold.initialize(model=model, config=config(2), mpu=StridedMpu())
+
+
+def test_meshes_of_neighbouring_ranks(own_ranks):
+    own_ranks(4, of_meshes)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "plain"])
