@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -129,5 +130,7 @@ class ModelWatch:
 
 
 def _registered(module: nn.Module, name: str, taken: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a container of layers that a forward makes, such as a slice of a ModuleList
     for watch in _watched.get(module, ()):
         watch.mark()

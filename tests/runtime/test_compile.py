@@ -117,6 +117,31 @@ def test_models_compile_in_every_way(on_ranks, stage, way):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
+def losses_of_a_transformers_model(stage: int, compiled: bool) -> list[float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=40, **shape))
+    engine = start(torch.compile(model, backend="eager") if compiled else model, config(stage))
+    losses = []
+    for step in range(3):
+        tokens = torch.arange(step, step + 32).view(4, 8)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [3, more(2)])
+def test_a_transformers_model_may_be_compiled_before_initialize(on_ranks, stage):
+    """Its forward makes a slice of a ModuleList, which hooks on registrations see."""
+    eager = on_ranks(1, losses_of_a_transformers_model, stage, False)
+    assert on_ranks(1, losses_of_a_transformers_model, stage, True) == eager
+
+
 def own_forward_after_destroy() -> bool:
     model = net()
     model.blocks[0].forward = own = model.blocks[0].forward
