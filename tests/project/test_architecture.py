@@ -236,7 +236,7 @@ BUDGETS = {
     "compat": 5_290,
     "config": 3_105,
     "engine": 2_725,
-    "fp8": 800,
+    "fp8": 810,
     "fsdp": 1_100,
     "offload": 3_630,
     "optim": 5_795,
