@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -21,7 +21,7 @@ _ROUTERS = ("gate", "router")
 
 @dataclass
 class Fp8Layers:
-    """The linear layers of a model that multiply in FP8, and the reasons why others do not, by name."""
+    """The linear layers of a model that multiply in FP8, and why other modules with matrices do not, by name."""
 
     layers: dict[str, Fp8Linear] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -74,8 +74,16 @@ class Fp8Layers:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def convert_layers(model: nn.Module, plan: Fp8Plan | None, device: torch.device) -> Fp8Layers:
-    """Make the linear layers of a model multiply in FP8, as far as the plan and their shapes allow."""
+def convert_layers(
+    model: nn.Module,
+    plan: Fp8Plan | None,
+    device: torch.device,
+    shape_of: Callable[[torch.Tensor], torch.Size] = lambda parameter: parameter.shape,
+) -> Fp8Layers:
+    """Make the linear layers of a model multiply in FP8, as far as the plan and their shapes allow.
+
+    `shape_of` returns the unsharded shape of a parameter.
+    """
     found = Fp8Layers()
     if plan is None:
         return found
@@ -94,6 +102,11 @@ def convert_layers(model: nn.Module, plan: Fp8Plan | None, device: torch.device)
         layer.fp8 = Fp8State(name, layer.weight, plan.by_row, plan.emulate)  # type: ignore[assignment]
         layer.__class__ = Fp8Linear
         found.layers[name] = layer  # type: ignore[assignment]
+    for name, module in model.named_modules():
+        shapes = [shape_of(parameter) for parameter in module.parameters(recurse=False)]
+        has_matrix = any(sum(size > 1 for size in shape) > 1 for shape in shapes)
+        if has_matrix and not isinstance(module, nn.Linear | nn.Embedding):
+            found.reasons[name] = f"a {type(module).__name__}"
     if not found.layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in [*found.reasons.items()][:3])
         raise ConfigError(

@@ -94,7 +94,13 @@ def test_layers_of_other_classes_are_listed():
     layer = nn.TransformerEncoderLayer(32, 2, 64)
     found = converted(layer)
     assert [*found.layers] == ["linear1", "linear2"]
-    assert found.reasons == {"self_attn.out_proj": "a NonDynamicallyQuantizableLinear"}
+    assert found.reasons == {
+        "self_attn.out_proj": "a NonDynamicallyQuantizableLinear",
+        "self_attn": "a MultiheadAttention",
+    }
+    experts = nn.ModuleDict({"gate": nn.Linear(16, 16), "experts": nn.Bilinear(16, 16, 4), "norm": nn.LayerNorm(16)})
+    reasons = converted(nn.Sequential(nn.Linear(16, 16), experts)).reasons
+    assert reasons == {"1.gate": "a router of experts", "1.experts": "a Bilinear"}
 
 
 def test_a_pattern_skips_the_layers_inside_a_module():
