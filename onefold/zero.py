@@ -403,7 +403,7 @@ def _digest(handles: Sequence[ParamHandle]) -> int:
 
 def _fingerprint(param: FlatParam) -> tuple[int, ...]:
     """Return a value that changes when a sharded flat parameter is written, also through `.data`."""
-    if param.stays_unsharded:
+    if param.stays_unsharded or param.is_sharded:  # gathered in FP8 for its layers
         return ()
     with torch._C.DisableTorchFunction():
         return (int(fingerprint(param.full)), *(parameter._version for parameter in param.parameters))

@@ -1426,9 +1426,16 @@ MUTATIONS = [
     Mutation(
         "fp8-cast-of-changed-input",
         "onefold/fp8/linear.py",
-        "found is None or version != input._version",
-        "found is None",
+        "kept[1] == self._valid_for(input)",
+        "True",
         "test_fp8.py -k cast_it_once",
+    ),
+    Mutation(
+        "fp8-weight-of-functional-call",
+        "onefold/fp8/linear.py",
+        "state.gathered if self.weight is state.weight else None",
+        "state.gathered",
+        "test_fp8_programs.py -k functional_calls",
     ),
     Mutation(
         "fp8-padding",

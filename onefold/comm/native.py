@@ -53,6 +53,8 @@ class Native(CollectiveWrapper):
         with self._comm_stream.enter(), ledger.timed("gather", group.axis):
             lines = [op.output for op in over_all]
             own = [op.place_input(group.rank, group.size) for op in over_all]
+            if len({line.dtype for line in lines}) > 1:  # gloo sends all of them in the dtype of the first
+                lines, own = ([each.view(torch.uint8) for each in some] for some in (lines, own))
             works = self._launch("all_gather", lines, own) if over_all else []
             if over_all:
                 self._count_gathered(sum(slice_.nbytes for slice_ in own) * (group.size - 1))

@@ -61,8 +61,8 @@ class Fp8:
     )
     skip: tuple[str, ...] = _if_enabled(
         (),
-        "Name patterns of layers that multiply in the data type of the model. `*` matches any characters. Output "
-        "heads, routers, and layers whose sizes are no multiples of 16 always do.",
+        "Name patterns of layers, or of modules with layers, that multiply in the data type of the model. `*` matches "
+        "any characters. Output heads, routers, and layers whose sizes are no multiples of 16 always do.",
         or_one=True,
     )
     all_gather: bool | None = _if_enabled(

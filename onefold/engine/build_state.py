@@ -19,7 +19,7 @@ from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.pool import Pool
-from onefold.runtime import Schedule, lay_out
+from onefold.runtime import Schedule, lay_out, unsharded_shape
 from onefold.sequence import make_sequence_parallel
 from onefold.tiled_loss import check_losses, tile_losses
 from onefold.window import AccumulationWindow
@@ -45,7 +45,7 @@ def build_state(
     collective = make_collective(plan.collective, group, ledger, device, Wires.of(plan), plan.node_sums)
     groups = chosen.group_of_each() if chosen is not None else {}
     states = chosen.states_of_groups() if chosen is not None else []
-    fp8 = convert_layers(model, plan.fp8, device)
+    fp8 = convert_layers(model, plan.fp8, device, unsharded_shape)
     units, memory = lay_out(model, plan, groups, states, group, ledger, device, shared, fp8.of_weights(model))
     schedule = Schedule(units, plan, collective, ledger, Pool(device), memory)
     trained = {id(each) for param in schedule.trained_params() for each in param.parameters}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ _ROUTERS = ("gate", "router")
 
 @dataclass
 class Fp8Layers:
-    """The linear layers of a model that multiply in FP8, and the reasons why others do not, by name."""
+    """The linear layers of a model that multiply in FP8, and why other modules with matrices do not, by name."""
 
     layers: dict[str, Fp8Linear] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -55,11 +54,11 @@ class Fp8Layers:
         return f"{text}; not {', '.join(others)}" if names else text
 
     def warn_of_unused(self) -> None:
-        """Warn of layers that have not multiplied in FP8 although their weights are trained."""
+        """Warn of layers in training mode that have not multiplied in FP8."""
         unused = [
             name
             for name, layer in self.layers.items()
-            if layer.training and layer.weight.requires_grad and not (layer.fp8.num_products or layer.fp8.is_compiled)
+            if layer.training and not (layer.fp8.num_products or layer.fp8.is_compiled)
         ]
         if unused:
             logger.warning(
@@ -75,24 +74,39 @@ class Fp8Layers:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def convert_layers(model: nn.Module, plan: Fp8Plan | None, device: torch.device) -> Fp8Layers:
-    """Make the linear layers of a model multiply in FP8, as far as the plan and their shapes allow."""
+def convert_layers(
+    model: nn.Module,
+    plan: Fp8Plan | None,
+    device: torch.device,
+    shape_of: Callable[[torch.Tensor], torch.Size] = lambda parameter: parameter.shape,
+) -> Fp8Layers:
+    """Make the linear layers of a model multiply in FP8, as far as the plan and their shapes allow.
+
+    `shape_of` returns the unsharded shape of a parameter.
+    """
     found = Fp8Layers()
     if plan is None:
         return found
     _check_device(device, plan)
-    names = {module: name for name, module in model.named_modules()}
+    linear = _linear_layers(model)
     for pattern in plan.skip:
-        if not any(fnmatchcase(name, pattern) for name in names.values()):
-            raise ConfigError(f"fp8.skip: {pattern!r} matches no module. Use a name such as {_example(model)!r}.")
-    for name, layer, parent in _linear_layers(model):
-        reason = _reason_against(name, layer, parent, model, plan)
+        if not any(_is_skipped(name, [pattern]) for name in linear):
+            example = next(iter(linear), "")
+            raise ConfigError(f"fp8.skip: {pattern!r} matches no linear layer. Use a name such as {example!r}.")
+    heads = _heads(model)
+    for name, layer in linear.items():
+        reason = _reason_against(name, layer, model, heads, plan)
         if reason is not None:
             found.reasons[name] = reason
             continue
-        layer.fp8 = Fp8State(name, plan.by_row, plan.emulate)  # type: ignore[assignment]
+        layer.fp8 = Fp8State(name, layer.weight, plan.by_row, plan.emulate)  # type: ignore[assignment]
         layer.__class__ = Fp8Linear
         found.layers[name] = layer  # type: ignore[assignment]
+    for name, module in model.named_modules():
+        shapes = [shape_of(parameter) for parameter in module.parameters(recurse=False)]
+        has_matrix = any(sum(size > 1 for size in shape) > 1 for shape in shapes)
+        if has_matrix and not isinstance(module, nn.Linear | nn.Embedding):
+            found.reasons[name] = f"a {type(module).__name__}"
     if not found.layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in [*found.reasons.items()][:3])
         raise ConfigError(
@@ -103,24 +117,26 @@ def convert_layers(model: nn.Module, plan: Fp8Plan | None, device: torch.device)
     return found
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
-    """Yield the name, the layer and its parent for each plain linear layer."""
-    for path, parent in model.named_modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                yield (f"{path}.{name}" if path else name), child, parent
-    if type(model) is nn.Linear:
-        yield "", model, model
+def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers by name, each once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _reason_against(name: str, layer: nn.Linear, parent: nn.Module, model: nn.Module, plan: Fp8Plan) -> str | None:
-    if any(fnmatchcase(name, pattern) for pattern in plan.skip):
+def _reason_against(
+    name: str, layer: nn.Linear, model: nn.Module, heads: Sequence[nn.Module], plan: Fp8Plan
+) -> str | None:
+    path, _, own_name = name.rpartition(".")
+    if _is_skipped(name, plan.skip):
         return "fp8.skip"
+    if isinstance(layer, Fp8Linear):
+        return "in FP8 by another engine"
+    if type(layer) is not nn.Linear:
+        return f"a {type(layer).__name__}"
     if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
         return f"{layer.in_features} x {layer.out_features} is no multiple of {ALIGNMENT}"
-    if _is_head(layer, model):
+    if any(head is layer for head in heads):
         return "an output head"
-    if name.rpartition(".")[2] in _ROUTERS and any(child == "experts" for child, _ in parent.named_children()):
+    if own_name in _ROUTERS and any(child == "experts" for child, _ in model.get_submodule(path).named_children()):
         return "a router of experts"
     if "forward" in vars(layer):
         return "its forward is replaced"
@@ -129,15 +145,24 @@ def _reason_against(name: str, layer: nn.Linear, parent: nn.Module, model: nn.Mo
     return None
 
 
-def _is_head(layer: nn.Linear, model: nn.Module) -> bool:
-    """Return whether a layer computes logits: it shares an embedding, or is the only one of the vocabulary's size."""
-    heads = [module.get_output_embeddings() for module in model.modules() if hasattr(module, "get_output_embeddings")]  # type: ignore[operator]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if layer in heads or any(embedding.weight is layer.weight for embedding in embeddings):
-        return True
+def _is_skipped(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a pattern matches the name of a layer or of a module around it."""
+    parts = name.split(".")
+    paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return any(fnmatchcase(path, pattern) for path in paths for pattern in patterns)
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that compute logits: they share an embedding, or are the only one of the vocabulary's size."""
+    modules = list(model.modules())
+    linear = [module for module in modules if isinstance(module, nn.Linear)]
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+    tables = {id(embedding.weight) for embedding in embeddings}
     vocabulary = max((embedding.num_embeddings for embedding in embeddings), default=0)
-    layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features == vocabulary]
-    return layers == [layer]
+    of_vocabulary = [layer for layer in linear if layer.out_features == vocabulary]
+    heads = [module.get_output_embeddings() for module in modules if hasattr(module, "get_output_embeddings")]  # type: ignore[operator]
+    heads += [layer for layer in linear if id(layer.weight) in tables]
+    return heads + (of_vocabulary if len(of_vocabulary) == 1 else [])
 
 
 def _check_device(device: torch.device, plan: Fp8Plan) -> None:
@@ -159,7 +184,3 @@ def _check_device(device: torch.device, plan: Fp8Plan) -> None:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _example(model: nn.Module) -> Any:
-    return next((name for name, _, _ in _linear_layers(model)), "")

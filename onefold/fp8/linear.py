@@ -12,6 +12,7 @@ tensors, which are saved.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from onefold.fp8.scaled_tensor import E4M3, E5M2, ScaledTensor, multiply, to_fp8, to_fp8_by_row, transpose
 
-_CAST = "_onefold_fp8"
-
 
 @dataclass(eq=False)
 class Fp8State:
     """How a layer multiplies, and how often it did."""
 
     name: str
+    weight: Tensor
     by_row: bool
     emulate: bool
     gathered: ScaledTensor | None = None
@@ -61,7 +61,8 @@ class Fp8Linear(nn.Linear):
                 f"{state.name} got an input in {dtype}, but its weight is {self.weight.dtype}. Cast the input, or use "
                 "torch_autocast."
             )
-        gathered = state.gathered
+        # `functional_call` and programs that replace the weight give the layer another one.
+        gathered = state.gathered if self.weight is state.weight else None
         values, inverse_scale = (gathered.values, gathered.inverse_scale) if gathered is not None else (None, None)
         output = _Multiply.apply(input, self.weight, values, inverse_scale, state, dtype)  # type: ignore[no-untyped-call]
         if self.bias is not None:
@@ -95,11 +96,15 @@ class _Multiply(torch.autograd.Function):
                 saved = for_backward.values, for_backward.inverse_scale
         if not ctx.needs_input_grad[1]:
             saved = (None, None)
-        # A weight that is gathered in FP8 has no other values.
-        ctx.save_for_backward(*saved, weight if gathered is None else None, gathered, gathered_scale)
+        ctx.weight = None
+        if gathered is not None and not torch.compiler.is_compiling():
+            # Backward uses the weight that is gathered then. Hooks on saved tensors do not copy it.
+            ctx.weight, gathered, gathered_scale = weight, None, None
+        is_saved = gathered is None and ctx.weight is None
+        ctx.save_for_backward(*saved, weight if is_saved else None, gathered, gathered_scale)
         state.count()
         output = multiply(of_input, of_weight, dtype, emulate=state.emulate, fast=True)
-        return output.view(*input.shape[:-1], -1)
+        return output.view(*input.shape[:-1], output.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -108,6 +113,9 @@ class _Multiply(torch.autograd.Function):
         to_input, to_weight = ctx.needs_input_grad[:2]
         rows = gradient.reshape(-1, gradient.shape[-1])
         input, input_scale, weight, gathered, gathered_scale = ctx.saved_tensors
+        if ctx.weight is not None:
+            weight, arrived = ctx.weight, state.gathered
+            gathered, gathered_scale = (arrived.values, arrived.inverse_scale) if arrived is not None else (None, None)
         of_inputs = of_weights = None
         as_it_is: Any = None
         turned: Any = None
@@ -130,17 +138,55 @@ class _Multiply(torch.autograd.Function):
         return of_inputs, of_weights, None, None, None, None
 
 
+class _LastCast:
+    """The input that was cast last. Layers such as queries, keys and values get the same one, one after the other.
+
+    Only activations that autograd has recorded are kept: programs may write to others without changing their version,
+    for example to a static buffer.
+    """
+
+    def __init__(self) -> None:
+        # A weak reference to the input, what its cast is valid for, the cast, and its transpose.
+        self._kept: tuple[Any, Any, ScaledTensor, ScaledTensor | None] | None = None
+
+    def find(self, input: Tensor) -> tuple[ScaledTensor | None, ScaledTensor | None]:
+        """Return the cast of an input and its transpose, as far as they exist."""
+        kept = self._kept
+        if kept is not None and kept[0]() is input and kept[1] == self._valid_for(input):
+            return kept[2:]
+        return None, None
+
+    def keep(self, input: Tensor, found: ScaledTensor, turned: ScaledTensor | None) -> None:
+        """Keep the cast of an input, until it is freed or another one is cast."""
+        self._kept = None
+        if input.grad_fn is not None:
+            self._kept = weakref.ref(input, self._forget), self._valid_for(input), found, turned
+
+    @staticmethod
+    def _valid_for(input: Tensor) -> tuple[int, Any]:
+        return input._version, torch.cuda.current_stream(input.device) if input.is_cuda else None
+
+    def _forget(self, reference: Any) -> None:
+        kept = self._kept
+        if kept is not None and kept[0] is reference:
+            self._kept = None
+
+
+_last_cast = _LastCast()
+
+
 def _input_in_fp8(input: Tensor, rows: Tensor, *, transposed: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """Cast the input of a layer, once for all layers that get the same tensor, such as queries, keys and values."""
-    if torch.compiler.is_compiling() or input.is_inference():  # the compiler finds equal casts itself
+    """Cast the input of a layer, once for layers that get the same one."""
+    if torch.compiler.is_compiling():  # the compiler finds equal casts itself
         return to_fp8(rows, E4M3, as_it_is=True, transposed=transposed)  # type: ignore[return-value]
-    version, found, turned = getattr(input, _CAST, (None, None, None))
-    if found is None or version != input._version:
+    found, turned = _last_cast.find(input)
+    if found is None:
         found, turned = to_fp8(rows, E4M3, as_it_is=True, transposed=transposed)
     elif transposed and turned is None:
         turned = transpose(found)
-    setattr(input, _CAST, (input._version, found, turned))
-    return found, turned if transposed else None  # type: ignore[return-value]
+    assert found is not None
+    _last_cast.keep(input, found, turned)
+    return found, turned if transposed else None
 
 
 def _weight_in_fp8(

@@ -10,6 +10,7 @@ NaN, so that overflow checks see it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +48,7 @@ def round_to_fp8(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_fp8_by_row(matrix: Tensor) -> ScaledTensor:
     """Cast a matrix to FP8 with a scale for each row. Columns of zeros make their number a multiple of 16."""
-    largest = torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1, keepdim=True)
-    scale = scale_of(largest, E4M3)
+    scale = scale_of(_largest(matrix, by_row=True), E4M3)
     scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # without the digits after the first
     return ScaledTensor(_padded(round_to_fp8(matrix, scale, E4M3)), scale.reciprocal())
 
@@ -57,9 +57,9 @@ def to_fp8(
     matrix: Tensor, dtype: torch.dtype, *, as_it_is: bool, transposed: bool
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """Cast a matrix to FP8 with one scale. Return it as it is, and its transpose as `transpose` does, or None."""
-    largest = torch.linalg.vector_norm(matrix.detach(), torch.inf)
+    largest = _largest(matrix)
     kernels = None if torch.compiler.is_compiling() else _kernels(matrix)
-    if kernels is None:
+    if kernels is None or not matrix.numel():
         scale = scale_of(largest, dtype)
         found = ScaledTensor(round_to_fp8(matrix, scale, dtype), scale.reciprocal())
         return found if as_it_is else None, transpose(found) if transposed else None
@@ -69,6 +69,14 @@ def to_fp8(
     inverse = largest.new_empty((), dtype=torch.float32)
     kernels.cast(matrix.detach(), largest, rows, columns, inverse)
     return tuple(None if values is None else ScaledTensor(values, inverse) for values in (rows, columns))  # type: ignore[return-value]
+
+
+def _largest(matrix: Tensor, *, by_row: bool = False) -> Tensor:
+    """Return the largest magnitude of a matrix, or of each of its rows as a column. Without elements, it is 0."""
+    if not matrix.numel():  # of an expert without tokens, for example
+        return matrix.new_zeros((matrix.shape[0], 1) if by_row else ())
+    largest: Tensor = torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1 if by_row else None, keepdim=by_row)
+    return largest
 
 
 def transpose(matrix: ScaledTensor) -> ScaledTensor:
@@ -99,8 +107,11 @@ def multiply(left: ScaledTensor, right: ScaledTensor, dtype: torch.dtype, *, emu
 
     `fast`: accumulate with fewer bits where the hardware can, as is usual for outputs but not for gradients.
     """
+    if not (left.values.numel() and right.values.numel()):
+        return left.values.new_zeros(left.values.shape[0], right.values.shape[0], dtype=dtype)
     if emulate:
-        product = left.values.float() @ right.values.float().t()
+        with _without_autocast(left.values.device.type):
+            product = left.values.float() @ right.values.float().t()
         return (product * (left.inverse_scale * right.inverse_scale.t())).to(dtype)
     by_row = left.inverse_scale.dim() > 0
     return torch._scaled_mm(
@@ -111,3 +122,10 @@ def multiply(left: ScaledTensor, right: ScaledTensor, dtype: torch.dtype, *, emu
         out_dtype=torch.bfloat16 if by_row else dtype,  # kernels for rows write no other format
         use_fast_accum=fast or by_row,
     ).to(dtype)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Multiply in fp32 although autocast is enabled: sums of unscaled products do not fit in fp16."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

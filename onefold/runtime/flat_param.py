@@ -287,6 +287,7 @@ class FlatParam:
 
     def take_parameters(self) -> None:
         """Copy the parameters' values into `full` and make the parameters views of it."""
+        self._check_lossless()
         with torch.no_grad():
             for view, parameter in zip(views_of_members(self.full, self.layout), self.parameters, strict=True):
                 if parameter.is_meta:
@@ -305,6 +306,14 @@ class FlatParam:
         """Copy this rank's slice of `full` into its shard, after the unsharded values were written."""
         if self.stays_unsharded:
             return
+        self._check_lossless()
+        self.invalidate_secondary()
+        start, stop = self.own_range
+        self.store.write_back(self.full[start:stop])
+        self.note_values()
+
+    def _check_lossless(self) -> None:
+        """Raise if the unsharded values were rounded, so that they cannot be written back."""
         if self._is_rounded:
             names = ", ".join(member.name for member in self.layout.members[:3])
             raise RuntimeError(
@@ -312,10 +321,6 @@ class FlatParam:
                 "back would round all of its values. Write outside forward and backward, or disable "
                 f"{'zero_quantized_weights' if self.fp8 is None else 'fp8.all_gather'}."
             )
-        self.invalidate_secondary()
-        start, stop = self.own_range
-        self.store.write_back(self.full[start:stop])
-        self.note_values()
 
     def note_values(self) -> None:
         """Record version counters, so that `written_names` reports writes from here on."""
@@ -381,7 +386,7 @@ class FlatParam:
     def forget_training(self) -> None:
         """Free all but the parameters when the engine is destroyed, and move them out of its memory and files."""
         self.store.forget_training()
-        self._grad = None
+        self._grad = self.fp8 = None
         self.invalidate_secondary()
         self.secondary = None
 

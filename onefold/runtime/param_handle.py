@@ -332,7 +332,8 @@ class ParamHandle:
     def moved(self) -> bool:
         """Return whether a parameter was given another tensor (`.data = ...`) while it was unsharded."""
         with torch._C.DisableTorchFunction():
-            return any(not param.is_attached(index) for param in self.params for index in range(len(param.parameters)))
+            present = [param for param in self.params if not param.is_sharded]  # others are gathered in FP8
+            return any(not param.is_attached(index) for param in present for index in range(len(param.parameters)))
 
     def reshaped(self) -> list[str]:
         """Return the names of parameters that were given data of another shape."""

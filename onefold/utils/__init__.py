@@ -160,9 +160,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the master.
 
-    It raises if masters are replicated, because ranks would then differ. For a parameter that stays unsharded, all
-    ranks call this together, because their parts are all-gathered. With secondary shards (hpZ) a write between two
-    micro-steps takes effect after the step.
+    It raises if masters are replicated, because ranks would then differ. All ranks call this together for a parameter
+    that stays unsharded, because their parts are all-gathered, and for one that is all-gathered in FP8, because they
+    agree on its scale. With secondary shards (hpZ) a write between two micro-steps takes effect after the step.
     """
     place = _trained(param)
     flat = place.param
@@ -172,6 +172,9 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         place.step.about_to_write()
         place.master().write(value, local=True)
         flat.store.sync_model_weight_from_master().synchronize()
+        if flat.fp8 is not None:
+            place.handle.synchronize(Request.READ, [])
+            flat.invalidate_secondary()
     else:
         place.owner.about_to_write()
         master = place.master()

@@ -135,6 +135,21 @@ def test_both_collectives_reduce_and_gather(on_ranks, kind, world, add, dtype, w
         assert line.tolist() == [float(rank + 1) for rank in range(world) for _ in range(64)]
 
 
+def gathered_together(kind: str, dtypes: list[torch.dtype]) -> list[list[float]]:
+    group, ledger, device = data_group(), Ledger(), torch.device("cpu")
+    collective = Exchange(group, ledger, device) if kind == "exchange" else Native(group, ledger, device)
+    lines = [torch.zeros(group.size * 3, dtype=dtype) for dtype in dtypes]
+    ops = [AllGatherOp(line, torch.full((3,), 7.0 + group.rank)) for line in lines]
+    collective.start_gather(ops).finish()
+    return [line.tolist() for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["exchange", "native"])
+def test_flat_parameters_of_several_dtypes_are_gathered_together(on_ranks, kind):
+    dtypes = [torch.uint8, torch.bfloat16, torch.float32, torch.uint8]
+    assert on_ranks(2, gathered_together, kind, dtypes) == [[[7.0] * 3 + [8.0] * 3] * 4] * 2
+
+
 def native_beside_exchange() -> list[list[float]]:
     losses = []
     for kind in ("native", "exchange"):

@@ -111,7 +111,7 @@ def test_layers_with_the_same_input_cast_it_once(monkeypatch):
     )
     model = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
     convert_layers(model, Fp8Plan(emulate=True), CPU)
-    x = torch.randn(4, 16)
+    x = torch.randn(4, 16, requires_grad=True) * 1.0
     before = [layer(x) for layer in model]
     assert len(casts) == 1 + 3
     x.mul_(2)  # which the cast must follow
@@ -414,7 +414,7 @@ def test_a_device_without_fp8_a_pattern_without_layer_and_a_model_without_layers
     model = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(ConfigError, match=r"a cpu device has no FP8 matrix products.*fp8\.emulate"):
         convert_layers(model, Fp8Plan(), CPU)
-    with pytest.raises(ConfigError, match=r"fp8\.skip: 'head' matches no module. Use a name such as '0'"):
+    with pytest.raises(ConfigError, match=r"fp8\.skip: 'head' matches no linear layer. Use a name such as '0'"):
         convert_layers(model, Fp8Plan(skip=("head",), emulate=True), CPU)
     with pytest.raises(ConfigError, match=r"no layer of the model can multiply in FP8 \(0: 8 x 8 is no multiple"):
         convert_layers(nn.Sequential(nn.Linear(8, 8)), Fp8Plan(emulate=True), CPU)
