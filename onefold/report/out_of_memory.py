@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from onefold.log import format_bytes
 from onefold.plan import FlatParamSpec, ModelBytes, Plan, Tier, assign_tiers, count_bytes, count_unit_in_use
+from onefold.plan.buffers import gathered_bytes
 from onefold.plan.device_cache import cached_bytes
 
 # Remedies that free a smaller fraction of the device are not reported.
@@ -168,7 +169,7 @@ def _under(plan: Plan, spec: FlatParamSpec) -> FlatParamSpec:
 
 def _by_live_units(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
     """Return the remedy against units that are prefetched or stay unsharded between two uses."""
-    sizes = [sum(spec.unsharded_bytes for spec in unit) for unit in run.units]
+    sizes = [sum(gathered_bytes(run.plan, spec) for spec in unit) for unit in run.units]
     elements = [sum(spec.layout.total for spec in unit) for unit in run.units]
     largest = max(sizes, default=0)
     live = max(elements, default=0)
@@ -193,6 +194,13 @@ def _by_activations(account: DeviceAccount, run: RunFacts) -> list[Remedy]:
         )
         frees = account.activations - account.activations // len(run.units)
         found.append(Remedy(change, frees, Price.COMPUTE, "up to"))
+    decisions = run.plan.activations
+    if decisions.loss_tiles == 0:
+        change = "onefold.tiled_loss true, for models of transformers (onefold.tiled_cross_entropy in others)"
+        found.append(Remedy(change, account.activations, Price.COMPUTE, "up to"))
+    if not decisions.host_checkpoints:
+        change = "activation_checkpointing.cpu_checkpointing true, if blocks are recomputed"
+        found.append(Remedy(change, account.activations, Price.BUS, "up to"))
     return found
 
 

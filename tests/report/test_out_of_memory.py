@@ -153,6 +153,8 @@ def test_activations_are_freed_by_smaller_batches_and_by_computing_them_again():
     found = changes(account(), facts(3, micro_batch=6))
     assert "about 4.50 GB  train_micro_batch_size_per_gpu 3 with gradient_accumulation_steps 2" in found
     assert "up to 7.50 GB  activation checkpointing" in found
+    assert "up to 9.00 GB  onefold.tiled_loss true" in found
+    assert "up to 9.00 GB  activation_checkpointing.cpu_checkpointing true" in found
     assert "train_micro_batch_size_per_gpu" not in changes(account(), facts(3, micro_batch=1))
     assert "train_micro_batch_size_per_gpu 1 with gradient_accumulation_steps 5" in changes(
         account(), facts(3, micro_batch=5)
