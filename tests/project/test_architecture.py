@@ -241,7 +241,7 @@ BUDGETS = {
     "offload": 3_915,
     "optim": 5_795,
     "plan": 2_220,
-    "report": 1_650,
+    "report": 1_660,
     "runtime": 6_110,
     "sequence": 1_300,
     "tools": 8_595,
