@@ -35,7 +35,7 @@ def test_the_kernel_counts_what_the_ledger_says():
             assert host.stayed == pytest.approx(host.stayed_by_ledger, rel=0.03)
     assert coded.mean("left") < 0.25 * plain.mean("left")
     # Gathers cross half as often as between all ranks; a sum of two in fp32 is as wide as two gradients in bf16.
-    assert plain.mean("left") == pytest.approx(2 / 3 * flat.mean("left"), rel=0.01)
+    assert plain.mean("left") == pytest.approx(2 / 3 * flat.mean("left"), rel=0.03)
     assert plain.losses == flat.losses
     assert coded.losses == pytest.approx(plain.losses, rel=2e-2)
 
