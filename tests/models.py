@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.comm import local_device
-from onefold.runtime import unsharded
+from onefold.runtime import Unit, unsharded
 
 VOCABULARY = 31
 # Of a checkpoint that no engine has written.
@@ -248,6 +249,23 @@ def train(engine: onefold.Engine, num_micro_steps: int = 4, seed: int = 0) -> Tr
         losses.append(loss.item())
         norms.append(engine.get_global_grad_norm())
     return Trace(losses, norms, {name: weight.cpu() for name, weight in weights_of(engine.module).items()})
+
+
+@contextmanager
+def launched_gathers() -> Iterator[list[str]]:
+    """The names of the units whose all-gathers are launched meanwhile."""
+    found: list[str] = []
+    launch = Unit.launch_all_gather
+
+    def count(units: Any, **options: Any) -> None:
+        found.extend(unit.name for unit in units)
+        launch(units, **options)
+
+    Unit.launch_all_gather = staticmethod(count)  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Unit.launch_all_gather = staticmethod(launch)  # type: ignore[method-assign]
 
 
 def train_beside(

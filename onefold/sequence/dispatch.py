@@ -95,7 +95,7 @@ def _replace_in(names: dict[str, Any]) -> None:
 
 
 def remove(divided: Divided) -> None:
-    """Stop to divide the attention of a model."""
+    """Leave the attention of a model undivided from now on."""
     if divided in _open:
         _open.discard(divided)
         if not _open:

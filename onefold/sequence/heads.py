@@ -40,12 +40,6 @@ def key_head_repeats(num_heads: int, num_key_heads: int, size: int) -> int:
     return next(n for n in range(1, groups + 1) if groups % n == 0 and num_key_heads * n % size == 0)
 
 
-def sent_bytes(batch: int, tokens: int, num_heads: int, num_key_heads: int, head_dim: int, size: int) -> int:
-    """Return the number of elements that a rank sends for the forward of one attention. Backward sends as many."""
-    key_heads = num_key_heads * key_head_repeats(num_heads, num_key_heads, size)
-    return (size - 1) * batch * tokens * head_dim * 2 * (num_heads + key_heads) // size
-
-
 class _ScatterHeads(torch.autograd.Function):
     """All tokens of this rank's heads, from all heads of this rank's tokens. The inverse in backward."""
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, Net, config, net, rank, start, weights_of
+from models import VOCABULARY, Net, config, launched_gathers, net, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
 
 import onefold
 from onefold.config import load_config
 from onefold.plan import make_plan
-from onefold.runtime import Unit
 from onefold.tiled_loss import _default_num_tiles
 
 
@@ -118,21 +117,10 @@ def gathers_of_head() -> int:
     model.__class__ = Tiled
     zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     engine = start(model, config(3, zero_optimization=zero, onefold={"units": ["Block", "head", "embed"]}))
-    found: list[str] = []
-    launch = Unit.launch_all_gather
-
-    def count(units: Any, **options: Any) -> None:
-        found.extend(unit.name for unit in units)
-        launch(units, **options)
-
     x = torch.zeros(4, 7, dtype=torch.long)
     for _ in range(2):
-        found.clear()
-        Unit.launch_all_gather = staticmethod(count)
-        try:
+        with launched_gathers() as found:
             engine.backward(engine(x, x))
-        finally:
-            Unit.launch_all_gather = staticmethod(launch)
         engine.step()
     engine.destroy()
     return found.count("head")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, config, rank, start, weights_of
+from models import batches, config, launched_gathers, rank, start, weights_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.config import load_config
 from onefold.plan import make_plan
-from onefold.runtime import Unit
 from onefold.runtime.tiled_modules import TiledForward, TiledModules, check_tiled_modules, find_tiled_modules
 
 WIDTH, VOCABULARY = 12, 31
@@ -371,22 +370,11 @@ def gathers(tiles: int) -> tuple[int, int, int]:
     """Gathers of a block and bytes that a rank sends in the second step, and the bytes of its collectives."""
     zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     engine = start(Model(), config(3, zero_optimization=zero, onefold={"tiled_mlp": tiles}))
-    found: list[str] = []
-    launch = Unit.launch_all_gather
-
-    def count(units: Any, **options: Any) -> None:
-        found.extend(unit.name for unit in units)
-        launch(units, **options)
-
     x = torch.zeros(4, 7, dtype=torch.long)
     for _ in range(2):
-        found.clear()
         before = engine.ledger.copy()
-        Unit.launch_all_gather = staticmethod(count)
-        try:
+        with launched_gathers() as found:
             engine.backward(engine(x, x))
-        finally:
-            Unit.launch_all_gather = staticmethod(launch)
         engine.step()
     rows = engine.ledger.since(before).rows()
     engine.close()

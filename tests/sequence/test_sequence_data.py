@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from models import config, rank, start
-from test_sequence_parallel import LENGTH, MICRO, VOCABULARY, plain_model, samples, transformers_model
+from test_sequence_parallel import LENGTH, MICRO, VOCABULARY, plain_model, samples, sent_elements, transformers_model
 
 import onefold
 from onefold.comm.nodes import Nodes
 from onefold.config import load_config
-from onefold.sequence.heads import sent_bytes
 from onefold.sequence.parts import split_batch
 from onefold.tools.estimate.dry_run import dry_run
 
@@ -179,7 +178,7 @@ def test_a_dry_run_divides_sequences(kind):
         return dry_run(model, load_config(settings), Nodes.of_size(4, 4), loss_of, vocabulary=VOCABULARY)
 
     whole, parts = planned(1), planned(2)
-    elements = 2 * sent_bytes(MICRO, length // 2, 4, 4 if kind == "plain" else 2, 4, 2)  # of two layers
+    elements = 2 * sent_elements(MICRO, length // 2, 4, 4 if kind == "plain" else 2, 4, 2)  # of two layers
     assert parts.traffic.bytes("attention") == elements * 4 * 2
     peaks = [max(moment.total for moment in found.trace.moments) for found in (whole, parts)]
     assert 0.4 < peaks[1] / peaks[0] < 0.7
