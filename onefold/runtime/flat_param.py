@@ -115,6 +115,10 @@ class FlatParam:
         """Yield the name and the Parameter of each member of the layout."""
         return zip((member.name for member in self.layout.members), self.parameters, strict=True)
 
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of all members in a tensor with the layout of `full`."""
+        return views_of_members(flat, self.layout)
+
     @property
     def is_sharded(self) -> bool:
         """Whether `full` has no memory."""

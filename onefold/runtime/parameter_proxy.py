@@ -224,9 +224,7 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
 
 
 def _get_requires_grad(self: nn.Parameter) -> bool:
-    if (
-        torch.compiler.is_dynamo_compiling()
-    ):  # the compiler of torch 2.11 traces the line below as a call of this function
+    if torch.compiler.is_dynamo_compiling():  # torch 2.11 would trace `__get__` as a call of this function
         with torch.enable_grad():
             return self.view_as(self).requires_grad
     with torch._C.DisableTorchFunctionSubclass():
