@@ -246,7 +246,7 @@ BUDGETS = {
     "report": 1_665,
     "runtime": 6_235,
     "sequence": 1_300,
-    "tools": 8_595,
+    "tools": 8_620,
     "top": 2_100,
     "utils": 550,
 }
