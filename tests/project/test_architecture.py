@@ -241,7 +241,7 @@ BUDGETS = {
     "fsdp": 1_100,
     "graphs": 820,
     "offload": 3_915,
-    "optim": 5_825,
+    "optim": 5_920,
     "plan": 2_230,
     "report": 1_665,
     "runtime": 6_235,
