@@ -47,6 +47,9 @@ class FlatParam:
     `full` when it is unsharded for its layers.
     """
 
+    grad: FlatGrad
+    """The gradient. Only a trained flat parameter has one."""
+
     def __init__(
         self,
         spec: FlatParamSpec,
@@ -89,7 +92,8 @@ class FlatParam:
         # The unsharded values of the last `GatheredParameters`, and fingerprints of them and of this rank's shard.
         self._cached: tuple[torch.Tensor, list[int]] | None = None
         self.take_parameters()
-        self._grad = FlatGrad(self.store, self.parameters, plan, self.own_range) if spec.trainable else None
+        if spec.trainable:
+            self.grad = FlatGrad(self.store, self.parameters, plan, self.own_range)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,12 +103,6 @@ class FlatParam:
     def spec(self) -> FlatParamSpec:
         """The specification that the store was made from, with everything that has changed since."""
         return self.store.spec
-
-    @property
-    def grad(self) -> FlatGrad:
-        """Gradient of a trained flat parameter."""
-        assert self._grad is not None
-        return self._grad
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -390,7 +388,8 @@ class FlatParam:
     def forget_training(self) -> None:
         """Free all but the parameters when the engine is destroyed, and move them out of its memory and files."""
         self.store.forget_training()
-        self._grad = self.fp8 = None
+        self.fp8 = None
+        self.__dict__.pop("grad", None)
         self.invalidate_secondary()
         self.secondary = None
 

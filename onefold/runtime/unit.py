@@ -163,7 +163,8 @@ class Unit:
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
-        self._open_for_gradients()
+        if self.grad_state is not GradientState.OPEN:
+            self._open_for_gradients()
         param.grad.accumulate_into_slot(index, self.context.in_flight.pool)
         param.remove_shape_placeholders()
         self._count_gradient(param, index)
@@ -179,10 +180,9 @@ class Unit:
                 self._count_gradient(param, index)
 
     def _open_for_gradients(self) -> None:
-        if self.grad_state is not GradientState.OPEN:
-            while self.grad_state is GradientState.REDUCING:
-                self.context.in_flight.finish_reduction()
-            self._open_gradients()
+        while self.grad_state is GradientState.REDUCING:
+            self.context.in_flight.finish_reduction()
+        self._open_gradients()
 
     def _count_gradient(self, param: FlatParam, index: int) -> None:
         context, grad = self.context, param.grad
