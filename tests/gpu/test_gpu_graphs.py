@@ -118,7 +118,7 @@ def losses_of_compiled(stage: int, compiles: bool) -> list[float]:
     torch.manual_seed(0)
     model = Decoder()
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # a compiled function draws other numbers
     zero = {"stage3_param_persistence_threshold": 0}
     engine = start(model, settings(stage, False, zero_optimization=zero, gradient_accumulation_steps=2))
