@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from onefold.optim.rules import Hyper, PlainRule, Tile
+from onefold.optim.rules import EncodedTile, Hyper, Tile
 
 # Methods that change parameters and states outside a step, in classes that have them (ScheduleFree).
 METHODS = ("train", "eval")
@@ -204,7 +204,7 @@ def _copy_with_groups(instance: torch.optim.Optimizer, groups: list[dict[str, An
     return inner
 
 
-class InstanceRule(PlainRule):
+class InstanceRule:
     """The rule that steps a tile with a copy of the user's instance, whose only parameter is the tile.
 
     Elementwise states are those of the tile. The others (step counts) are shared by all tiles of a group: each tile
@@ -253,6 +253,13 @@ class InstanceRule(PlainRule):
             _, self._probe_to_groups, self._probe_to_instance = self._run(
                 call, torch.zeros(64), torch.zeros(64), {}, 0, groups
             )
+
+    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+        return False
+
+    def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:
+        for tile in tiles:
+            self.apply(tile, hyper, step)
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         self._call_on_tile(tile, plain_step, tile.gradient, has_states=step > 1)
