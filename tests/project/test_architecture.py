@@ -234,7 +234,7 @@ BUDGETS = {
     "checkpoint": 5_000,
     "comm": 4_000,
     "compat": 5_320,
-    "config": 3_140,
+    "config": 3_400,
     "engine": 2_740,
     "fp8": 810,
     "fsdp": 1_100,
