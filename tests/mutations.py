@@ -181,7 +181,7 @@ MUTATIONS = [
     ),
     Mutation(
         "batch-triangle",
-        "onefold/config/checks.py",
+        "onefold/config/batch.py",
         "product = micro * accumulation * world_size",
         "product = micro * accumulation",
         "test_config.py -k 'two_give or alone or triangle'",

@@ -41,6 +41,7 @@ ELSEWHERE = {
     "comm/tree.py": "runtime/exactness",
     "comm/tree_kernel.py": "gpu/gpu_ranks gpu/gpu_codec",
     "compat/parameters.py": "runtime/zero",
+    "config/batch.py": "engine/engine comm/mics",
     "config/checks.py": "engine/engine comm/wires_cases comm/mics",
     "config/hyperparameters.py": "optim/optimizers optim/muon optim/schedules",
     "config/signature.py": "optim/optimizers optim/schedules",
