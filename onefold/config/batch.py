@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from onefold.config.elasticity import ElasticityConfigError, solve_elastic
 from onefold.config.schema import Config
 from onefold.errors import ConfigError
 
@@ -20,18 +21,22 @@ class Batch:
     micro: int
     accumulation: int
     world: int
+    notices: tuple[str, ...] = ()
+    """Facts about the batch that the user should see, one line each."""
 
 
 def solve_batch(config: Config, world_size: int) -> Batch:
     """Compute the missing batch sizes from the given ones. Raise if there is no exact solution.
 
     Any two of the three keys determine the third. With `train_batch_size` or `train_micro_batch_size_per_gpu` alone,
-    the accumulation is 1.
+    the accumulation is 1. With `elasticity.enabled`, the elastic train batch and the number of ranks determine all.
     """
     if world_size < 1:
         raise ConfigError(f"the world size is {world_size}. Pass at least 1.")
     _check_divides(world_size, {_SEQUENCE: config.sequence_parallel_size})
     world_size //= config.sequence_parallel_size
+    if config.elasticity.enabled:
+        return _solve_elastic(config, world_size)
     train = config.train_batch_size
     micro = config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
@@ -52,6 +57,24 @@ def solve_batch(config: Config, world_size: int) -> Batch:
             f"{_rank_hint(train, micro * accumulation, world_size)}"
         )
     return Batch(product, micro, accumulation, world_size)
+
+
+def _solve_elastic(config: Config, num_ranks: int) -> Batch:
+    elastic, sequence = config.elasticity, config.sequence_parallel_size
+    if elastic.model_parallel_size not in (1, sequence):
+        raise ElasticityConfigError(
+            f"elasticity.model_parallel_size = {elastic.model_parallel_size} differs from {_SEQUENCE} = {sequence}, "
+            "the number of ranks that compute parts of the same samples. "
+            f"Write 1 or {sequence}."
+        )
+    solved = solve_elastic(elastic, num_ranks)
+    micro, usual, notices = solved.micro(elastic, num_ranks), solved.instead_of, tuple[str, ...]()
+    if usual is not None:
+        notices = (
+            f"elasticity: the train batch is {solved.train}, because {num_ranks} ranks do not divide the train batch "
+            f"{usual.train} of the valid numbers of ranks ({usual.names})",
+        )
+    return Batch(solved.train, micro, solved.train // (micro * num_ranks), num_ranks, notices)
 
 
 def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> int:

@@ -11,12 +11,14 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+from onefold.config.elasticity import check_elasticity
 from onefold.config.keys import SectionKey, walk, wrong
 from onefold.config.params import is_8bit
 from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 from onefold.errors import ConfigError
 
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
@@ -116,6 +118,7 @@ def _move_offload(given: GivenKeys, old: str, new: str) -> None:
 
 def check(config: Config) -> None:
     """Raise a ConfigError for the first contradiction, with the keys and the fix."""
+    check_elasticity(config.elasticity, [name for name in _BATCH if getattr(config, name) is not None])
     contradiction = next(_contradictions(config), None)
     if contradiction is not None:
         raise ConfigError(contradiction)
@@ -174,7 +177,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     product = (micro or 1) * (accumulation or 1)
-    if train is not None and train % product:
+    if train is not None and train % product and not config.elasticity.enabled:
         yield (
             f"train_batch_size {train} is not a multiple of train_micro_batch_size_per_gpu {micro or 'any'} x "
             f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits. "
@@ -296,6 +299,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "onefold.device_cache: it has no effect without zero_optimization.offload_optimizer or offload_param"
     if own.step_in_backward and zero.offload_optimizer.device == "none":
         yield "onefold.step_in_backward: it has no effect without zero_optimization.offload_optimizer"
+    if config.elasticity.enabled and config.elasticity.version == 0.1 and "elasticity.num_gpus_per_node" in asked:
+        yield "elasticity.num_gpus_per_node: it has no effect with elasticity.version 0.1, which counts ranks"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
         yield "communication_data_type: it has no effect with zero_optimization.zero_quantized_gradients"
     if "onefold.node_sums_dtype" in asked and (own.collective != "auto" or zero.zero_quantized_gradients):

@@ -81,6 +81,7 @@ NEEDS_MORE = {
     "zero_optimization.offload_optimizer.device": "offload_optimizer needs stage 1",
     "fp16.fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads needs zero_optimization.stage",
     "bf16.bf16_master_weights_and_grads": "bf16.bf16_master_weights_and_grads needs zero_optimization.stage",
+    "elasticity.enabled": "elasticity.enabled needs elasticity.max_train_batch_size",
     "onefold.master_dtype": "onefold.master_dtype = bf16_int16 needs bf16 weights",
 }
 
