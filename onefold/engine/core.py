@@ -17,7 +17,7 @@ from onefold.config import Batch
 from onefold.engine.build_state import build_state
 from onefold.engine.checkpoint_loader import CheckpointLoader
 from onefold.engine.checkpoint_saver import CheckpointSaver
-from onefold.engine.closing import EngineParts, close_unreachable, pause_collector, watch_collector
+from onefold.engine.closing import EngineParts, close_engine_of, close_unreachable, pause_collector, register_engine
 from onefold.engine.compiled_units import CompiledUnits
 from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.model_events import ModelEvents
@@ -37,8 +37,6 @@ from onefold.report.timeline import Timeline
 from onefold.report.trace_window import TraceWindow
 from onefold.runtime.torch_internals import cast_floats
 
-# A model has one live engine: a second `initialize` on it closes the first.
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 # The first pass records the order of collectives, and the second fills the pools. What else they allocated is freed.
 _STEPS_TO_SETTLE = 2
 
@@ -72,7 +70,7 @@ class Engine(nn.Module):
         plans_with_less: Mapping[str, Plan] | None = None,
     ) -> None:
         super().__init__()
-        _close_engine_of(model)
+        close_engine_of(model)
         self.monitor, record = MonitorMaster(plan.loop.monitoring), open_record(plan.loop, group)
         self.device = device
         self.ledger = Ledger()
@@ -105,13 +103,12 @@ class Engine(nn.Module):
         schedule.guard.start()
         self._modules["module"] = model
         self.training = model.training
-        _engines[model] = weakref.ref(self)
+        register_engine(model, self)
         self._saver = CheckpointSaver(self.state)
         self._loader = CheckpointLoader(self.state, self._saver)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
         parts = EngineParts(self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled)
-        watch_collector()
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
         self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else lambda: None
@@ -489,12 +486,3 @@ class Engine(nn.Module):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-
-def _close_engine_of(model: nn.Module) -> None:
-    """Close the engine that a model already has."""
-    reference = _engines.pop(model, None)
-    previous = reference() if reference is not None else None
-    if previous is not None:
-        logger.info("the earlier engine of the model is closed and its states are freed")
-        previous.close()
