@@ -285,6 +285,12 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
+    rolls_back = "rollback" in (own.nonfinite_gradients, own.loss_spike.factor and own.loss_spike.action)
+    if "onefold.max_rollbacks" in asked and not rolls_back:
+        yield (
+            "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients or onefold.loss_spike.action "
+            'is "rollback"'
+        )
     if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
         yield f"onefold.int8_min_numel: it has no effect without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and config.state_dtype == "fp32":

@@ -47,6 +47,8 @@ COUNT_ALONE = {
     "sequence_parallel_size",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",
+    "onefold.loss_spike.factor",
+    "onefold.replica_check_every",
     "onefold.nccl_error_handling",
     "onefold.trace.steps",
     "onefold.trace.memory_snapshot",
