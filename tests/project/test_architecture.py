@@ -235,7 +235,7 @@ BUDGETS = {
     "checkpoint": 5_000,
     "comm": 4_000,
     "compat": 5_400,
-    "config": 3_400,
+    "config": 3_440,
     "engine": 2_850,
     "fp8": 810,
     "fsdp": 1_100,
