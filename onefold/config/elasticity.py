@@ -20,6 +20,8 @@ from onefold.errors import ConfigError
 
 _if_enabled = partial(key, switch="enabled")
 _VERSIONS = (0.1, 0.2)
+# The divisors of a batch are found in at most as many steps as its square root.
+_LARGEST_BATCH = 10**12
 # The first 38 highly composite numbers (OEIS A002182): each has more divisors than all smaller numbers.
 _HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
@@ -48,7 +50,7 @@ class Elasticity:
         "Compute the train batch from this section. The keys of the batch must be left out. Needs "
         "`max_train_batch_size` and `micro_batch_sizes`.",
     )
-    max_train_batch_size: int | None = _if_enabled(None, "Maximum train batch.", minimum=1)
+    max_train_batch_size: int | None = _if_enabled(None, "Maximum train batch.", minimum=1, maximum=_LARGEST_BATCH)
     micro_batch_sizes: tuple[int, ...] = _if_enabled((), "Micro-batch sizes to choose from.", minimum=1)
     min_gpus: int = _if_enabled(1, "Smallest number of ranks for which the train batch is chosen.", minimum=1)
     max_gpus: int = _if_enabled(10_000, "Largest number of ranks for which the train batch is chosen.", minimum=1)
@@ -147,7 +149,7 @@ def solve_elastic(elastic: Elasticity, num_ranks: int | None = None) -> ElasticB
     per_node, gpus_per_node = _ranks_per_node(elastic), _gpus_per_node(elastic)
     first, last = max(1, elastic.min_gpus // gpus_per_node), elastic.max_gpus // gpus_per_node
     sizes, limit = elastic.micro_batch_sizes, elastic.max_train_batch_size // per_node
-    bases = {base for base in (*sizes, math.lcm(*sizes)) if base <= limit}
+    bases = {*sizes, _common_multiple(sizes, limit)}
     found = [_most_divisible(base, limit) for base in bases]
     sign = 1 if elastic.prefer_larger_batch else -1
     valid, batch = max(
@@ -192,6 +194,16 @@ def _ranks_per_node(elastic: Elasticity) -> int:
     return _gpus_per_node(elastic) // elastic.model_parallel_size
 
 
+def _common_multiple(sizes: Sequence[int], limit: int) -> int:
+    """Return the least common multiple of the sizes, or the first size if it is above `limit`."""
+    multiple = 1
+    for size in sizes:
+        multiple = math.lcm(multiple, size)
+        if multiple > limit:
+            return sizes[0]
+    return multiple
+
+
 def _most_divisible(base: int, limit: int) -> int:
     """Return the largest product of `base` and a highly composite number that is not above `limit`."""
     return base * max(number for number in _HIGHLY_COMPOSITE if number * base <= limit)
@@ -200,7 +212,7 @@ def _most_divisible(base: int, limit: int) -> int:
 def _valid_numbers(batch: int, sizes: Sequence[int], first: int, last: int) -> list[int]:
     """Return the numbers from `first` to `last` that divide the batch into multiples of a micro-batch size."""
     found: set[int] = set()
-    for size in sizes:
+    for size in set(sizes):
         if batch % size == 0:
             found |= _divisors(batch // size)
     return sorted(number for number in found if first <= number <= last)

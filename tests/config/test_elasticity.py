@@ -183,6 +183,14 @@ def test_the_example_of_the_docs():
     assert f"On 7 ranks this config then has the train batch {adapted}." in " ".join(page.split())
 
 
+def test_large_numbers_take_no_time():
+    """Check primes around the largest batch, whose least common multiple has many digits."""
+    primes = [999_999_999_989, 999_999_000_001, 999_983, 1]
+    assert solve_elastic(elastic(max_train_batch_size=10**12, micro_batch_sizes=primes * 50).elasticity).valid
+    with pytest.raises(ConfigError, match="max_train_batch_size = 10000000000000: expected a whole number from 1"):
+        elastic(max_train_batch_size=10**13, micro_batch_sizes=[1])
+
+
 @st.composite
 def sections(draw: st.DrawFn) -> Elasticity:
     version = draw(st.sampled_from((0.1, 0.2)))
