@@ -112,6 +112,7 @@ def test_a_config_object_has_the_elastic_batch():
     config = DeepSpeedConfig({"elasticity": section})
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (12, 3)
     assert config.gradient_accumulation_steps == 4
+    assert config.elasticity_enabled
     config._configure_train_batch_size()
     assert config.train_batch_size == 12
     with pytest.raises(ElasticityConfigError, match="train_batch_size and elasticity"):
