@@ -35,6 +35,7 @@ PRESETS = {
     "tiny": ModelShape(num_layers=2, width=64, num_heads=2, vocabulary=256, max_sequence=64),
     "25m": ModelShape(num_layers=8, width=512, num_heads=8, vocabulary=2048, max_sequence=256),
     "27m": ModelShape(num_layers=6, width=512, num_heads=8, vocabulary=8192, max_sequence=256),
+    "46m": ModelShape(num_layers=12, width=512, num_heads=8, vocabulary=8192, max_sequence=256),
     "109m": ModelShape(num_layers=12, width=768, num_heads=12, vocabulary=15360, max_sequence=512),
     "120m": ModelShape(num_layers=12, width=768, num_heads=12, vocabulary=20480, max_sequence=256),
     "130m": ModelShape(num_layers=2, width=2048, num_heads=16, vocabulary=7168, max_sequence=256),  # large blocks

@@ -119,6 +119,37 @@ def _torchao_fp8(recipe: str) -> Callable[[Construct, Workload], Step]:
     return build
 
 
+def _plain_graph(construct: Construct, workload: Workload) -> Step:
+    """Plain torch, with the whole step in one CUDA graph."""
+    model = construct()
+    settings = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True, capturable=True)
+    eager = _torch_loop(model, workload, workload.dtype == "bf16", [optimizer])
+    graph, stream, num_calls = torch.cuda.CUDAGraph(), torch.cuda.Stream(), 0
+    given: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 3:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = eager(tokens, targets)
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss
+        if not given:
+            given.extend([tokens.clone(), targets.clone()])
+            with torch.cuda.graph(graph):
+                found.append(eager(*given))
+        given[0].copy_(tokens)
+        given[1].copy_(targets)
+        graph.replay()
+        return found[0].clone()
+
+    return step
+
+
 def _plain_muon(construct: Construct, workload: Workload) -> Step:
     model = construct()
     return _torch_loop(model, workload, workload.dtype == "bf16", muon(model))
@@ -314,6 +345,9 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "onefold-3": _onefold(3, NOTHING_KEPT),
     "onefold-3-ahead": _onefold(3, ONE_AHEAD),
     "onefold-3-default": _onefold(3, {}),
+    "graph-torch": _plain_graph,
+    "graph-onefold-2": _onefold(2, cuda_graphs=True),
+    "graph-onefold-3": _onefold(3, NOTHING_KEPT, cuda_graphs=True),
     "muon-torch": _plain_muon,
     "muon-onefold-0": _onefold(0, optimizer=MUON),
     "muon-onefold-2": _onefold(2, optimizer=MUON),

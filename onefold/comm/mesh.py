@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.comm.hang_detector import world_detector
+from onefold.comm.job_environment import find_ranks
 from onefold.comm.nodes import Nodes
 
 DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
@@ -58,12 +59,11 @@ def init_distributed(
 ) -> None:
     """Initialize the default process group unless there is one: NCCL on GPUs, gloo elsewhere.
 
-    The positional arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have no effect: an MPI
-    launcher without RANK raises an error, and nothing is printed. `nccl_error_handling` "torch" leaves torch's
-    watchdog and flight recorder on ([Note: torch's NCCL switches]).
+    The positional arguments are DeepSpeed's. `auto_mpi_discovery`, `verbose` and `config` have no effect.
+    `nccl_error_handling` "torch" leaves torch's watchdog and flight recorder on ([Note: torch's NCCL switches]).
 
-    Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Without it
-    the world has one rank.
+    Ranks and addresses come from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or from the
+    variables of Slurm and MPI ([Note: ranks of Slurm and MPI]). Without any the world has one rank.
     """
     if dist.is_initialized():
         return
@@ -73,8 +73,9 @@ def init_distributed(
             "torch.distributed.init_process_group first, or leave the argument out."
         )
     if "WORLD_SIZE" not in os.environ and world_size <= 0:
-        _check_alone()
-        rank, world_size = 0, 1
+        found = find_ranks(os.environ)
+        os.environ.update({name: value for name, value in found.items() if name not in os.environ})
+        rank, world_size = (-1, -1) if found else (0, 1)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", DEFAULT_TIMEOUT_MINUTES)))
@@ -104,20 +105,6 @@ def _switch_off_torch_handlers() -> None:
     os.environ.setdefault(_WATCHDOG, "0")
     if not any(name in os.environ for name in _FLIGHT_RECORDER):
         os.environ.update(dict.fromkeys(_FLIGHT_RECORDER, "0"))
-
-
-def _check_alone() -> None:
-    """Raise if an MPI or SLURM launcher has started several processes without setting RANK.
-
-    Each of them would otherwise become a world of one rank.
-    """
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
-            raise RuntimeError(
-                f"{name} = {size}: this process is one of several, but RANK and WORLD_SIZE are not set, so each would "
-                "train alone. Start them with torchrun, onefold launch or deepspeed, or set RANK, WORLD_SIZE, "
-                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the launcher's variables."
-            )
 
 
 def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:

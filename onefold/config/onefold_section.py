@@ -184,6 +184,12 @@ class OnefoldSection:
         "`fc2`, ...), without experts.",
         switch="tiled_mlp",
     )
+    cuda_graphs: bool = key(
+        False,
+        "Capture forward and backward of each block in CUDA graphs, which take one launch each. Blocks are captured "
+        "the fourth time that they are called with the same shapes, and run eagerly before that, in evaluation, under "
+        "activation checkpointing, and if a graph could not repeat them.",
+    )
     nccl_error_handling: Literal["onefold", "torch"] = key(
         "onefold",
         "Component that ends NCCL collectives that hang. onefold: the hang detector, which names the ranks, with "

@@ -10,6 +10,7 @@ from torch import nn
 
 from onefold.runtime import Hooks, Unit
 from onefold.runtime.batch_chunks import ChunkedForward
+from onefold.runtime.hooks import COMPILED_AND_CAPTURED
 from onefold.runtime.torch_internals import expect_compiler
 
 
@@ -21,6 +22,8 @@ class CompiledUnits:
 
     def compile(self, units: Iterable[Unit], hooks: Hooks, backend: Any, options: dict[str, Any]) -> None:
         """Compile the forward of each unit that encloses no others."""
+        if hooks.graphs is not None:
+            raise RuntimeError(f"engine.compile() with onefold.cuda_graphs: {COMPILED_AND_CAPTURED}")
         expect_compiler()
         for unit in (unit for unit in units if not unit.encloses):
             hooks.stop_watching(unit.module)

@@ -54,6 +54,10 @@ def cast(source: Tensor, largest: Tensor, rows_out: Tensor | None, columns_out: 
 
     A transpose may have more columns than the matrix has rows. They become 0.
     """
+    if source.dtype == torch.float32 and rows_out is not None and columns_out is not None:
+        # Triton 3.6 writes wrong values in the second store of a tile that was cast from fp32 elements.
+        cast(source, largest, rows_out, None, inverse)
+        rows_out = None
     made: Any = rows_out if rows_out is not None else columns_out
     num_rows, num_columns = source.shape
     pitch = columns_out.shape[1] if columns_out is not None else 0

@@ -84,8 +84,9 @@ class GatheredWeights:
 
     def attach(self) -> None:
         """Give the layers their weights, after the all-gather has finished."""
-        inverse = self._scales.reciprocal()
-        for layer, values, scale in zip(self._layers, self._values, inverse.unbind(), strict=True):
+        # cuBLAS reads a scale only from an address that is a multiple of 16 bytes.
+        inverse = self._scales.reciprocal().unsqueeze(1).repeat(1, 4)
+        for layer, values, scale in zip(self._layers, self._values, inverse[:, 0].unbind(), strict=True):
             layer.fp8.gathered = ScaledTensor(values, scale)
 
     def free(self) -> None:

@@ -55,10 +55,12 @@ class WriteCheck:
     def _rounded(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if master.dtype == dtype:
             return master
-        fits = self._scratch is not None and self._scratch.dtype == dtype and self._scratch.device == master.device
-        if self._scratch is None or not fits or self._scratch.numel() < master.numel():
-            self._scratch = torch.empty(master.numel(), dtype=dtype, device=master.device)
-        return self._scratch[: master.numel()].copy_(master)
+        if master.is_cuda:  # torch's allocator keeps the memory of each stream apart
+            return master.to(dtype)
+        scratch = self._scratch
+        if scratch is None or scratch.dtype != dtype or scratch.numel() < master.numel():
+            scratch = self._scratch = torch.empty(master.numel(), dtype=dtype)
+        return scratch[: master.numel()].copy_(master)
 
 
 def as_integers(values: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from onefold.plan.state_formats import BLOCK
 # Bytes of a chunk. Smaller ones take longer to launch; larger ones overlap less.
 CHUNK_BYTES = 1 << 26
 # The number of chunks in flight, each in separate device memory: after a backward, and during one, where each kernel of
-# a chunk waits up to 3 ms for a kernel of the model.
+# a chunk waits up to 3 ms for a kernel of the model. Each chunk has a stream, so that chunks wait at the same time.
 IN_FLIGHT, IN_FLIGHT_IN_BACKWARD = 3, 12
 # Alignment of the tensors of a chunk, in bytes.
 _ALIGNMENT = 256
@@ -91,13 +91,27 @@ class _ShardRange:
         return [(low - self.start, high - self.start, dither) for low, high, dither in found]
 
 
-class _ChunkMemory:
-    """Device memory for one chunk."""
+class _ChunkSlot:
+    """Device memory for one chunk, and the stream that its kernels run on."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device) -> None:
+        # During a backward, the short kernels of a chunk take priority over the long ones of the model.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.num_bytes = 0
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[tuple[tuple[int, torch.dtype], ...], list[torch.Tensor]] = {}
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._views.clear()
+        self._memory = self._memory.new_empty(0)
+        self.num_bytes = 0
+
+    def allocate(self, num_bytes: int) -> None:
+        """Allocate the memory, once it is free."""
+        with torch.cuda.stream(self.stream):
+            self._memory = self._memory.new_empty(num_bytes)
+        self.num_bytes = num_bytes
 
     def views_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return views with the sizes and dtypes of `tensors`. Chunks of the same kind share them."""
@@ -128,9 +142,7 @@ class GpuStream:
         self._elementwise = ElementwiseUpdate(rules)
         # On the streams of `bus`, chunks would wait behind gradients that the GPU has yet to compute.
         self._bus = bus.sibling()
-        # During a backward, the short kernels of a chunk take priority over the long ones of the model.
-        self._stream = torch.cuda.Stream(bus.device, priority=-1)
-        self._chunks = [_ChunkMemory(0, bus.device) for _ in range(num_in_flight)]
+        self._slots = [_ChunkSlot(bus.device) for _ in range(num_in_flight)]
         self._in_flight: deque[_Chunk] = deque()
         self._number = 0
 
@@ -144,12 +156,12 @@ class GpuStream:
             then()
             return
         for start, stop in window.chunks(self._reserve(window, shard)):
-            if len(self._in_flight) == len(self._chunks):
+            if len(self._in_flight) == len(self._slots):
                 self._finish_oldest()
-            memory = self._chunks[self._number % len(self._chunks)]
+            slot = self._slots[self._number % len(self._slots)]
             self._number += 1
-            with torch.cuda.stream(self._stream):
-                arrival, is_published = self._launch(memory, shard, window, start, stop)
+            with torch.cuda.stream(slot.stream):
+                arrival, is_published = self._launch(slot, shard, window, start, stop)
             publish = None if is_published else partial(publish_from_host, window, shard.publisher, start, stop)
             self._in_flight.append(_Chunk(arrival, publish, then if stop == window.stop else None))
 
@@ -173,7 +185,8 @@ class GpuStream:
             with suppress(Exception):  # the first error is the one that is reported
                 self._in_flight.popleft().arrival.synchronize()
         with suppress(Exception):  # of a chunk that failed between its copies
-            self._stream.synchronize()
+            for slot in self._slots:
+                slot.stream.synchronize()
             self._bus.drain()
 
     def _finish_oldest(self) -> None:
@@ -186,22 +199,23 @@ class GpuStream:
     def _reserve(self, window: StateWindow, shard: StreamedShard) -> int:
         """Allocate device memory for the chunks of a window, and return the elements of a chunk.
 
-        Memory that is too small is replaced while nothing is in flight: the allocator may hand out what this stream has
-        freed while it is still in use there, and the bus's copies do not wait for this stream.
+        Memory that is too small is replaced while nothing is in flight: the allocator may hand out what a slot's stream
+        has freed while it is still in use there, and the bus's copies do not wait for that stream.
         """
         per_block = sum(part.nbytes for part in _copied_parts(window, shard, BLOCK))
         size = min(CHUNK_BYTES // per_block * BLOCK, window.stop - window.start)
         num_bytes = sum(round_up(part.nbytes, _ALIGNMENT) for part in _copied_parts(window, shard, size))
-        if any(chunk.num_bytes < num_bytes for chunk in self._chunks):
+        if any(slot.num_bytes < num_bytes for slot in self._slots):
             self.finish()
-            self._chunks = [_ChunkMemory(0, self._bus.device) for _ in self._chunks]
-            with torch.cuda.stream(self._stream):
-                self._chunks = [_ChunkMemory(num_bytes, self._bus.device) for _ in self._chunks]
-            self._stream.synchronize()  # in deterministic mode torch fills new memory
+            for slot in self._slots:
+                slot.free()
+            for slot in self._slots:
+                slot.allocate(num_bytes)
+                slot.stream.synchronize()  # in deterministic mode torch fills new memory
         return size
 
     def _launch(
-        self, memory: _ChunkMemory, shard: StreamedShard, window: StateWindow, start: int, stop: int
+        self, slot: _ChunkSlot, shard: StreamedShard, window: StateWindow, start: int, stop: int
     ) -> tuple[CopyEvent, bool]:
         """Launch one chunk. Return the event of its copy to the host, and whether it is published."""
         inside = slice(start - window.start, stop - window.start)
@@ -210,7 +224,7 @@ class GpuStream:
         gradient = shard.gradient[start:stop]
         sources = [part for part in parts if not _is_on_gpu(part)]
         sources += [] if shard.has_gradient_on_device else [gradient]
-        copies = dict(zip(map(id, sources), memory.views_like(sources), strict=True))
+        copies = dict(zip(map(id, sources), slot.views_like(sources), strict=True))
         pairs = [(source, copies[id(source)]) for source in sources]
         self._bus.up_together(pairs, shard.last_use).wait_on_stream()
         gradient, *on_device = (copies.get(id(tensor), tensor) for tensor in (gradient, *parts))

@@ -257,6 +257,10 @@ class InstanceRule:
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         return False
 
+    def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:
+        for tile in tiles:
+            self.apply(tile, hyper, step)
+
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
         self._call_on_tile(tile, plain_step, tile.gradient, has_states=step > 1)
 

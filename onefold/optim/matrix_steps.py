@@ -241,6 +241,7 @@ class MatrixSteps:
 
         Yield the batches whose parameters are final.
         """
+        self._elementwise_step.step_small(step)
         exchange = MatrixExchange(self._parts, self._first_rank, self._start_exchange) if self._parts else None
         self._parts = []
         if exchange is not None:

@@ -20,6 +20,7 @@ the cast of its gradient and the update.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
@@ -57,6 +58,8 @@ from onefold.recorder import Track, recorded
 SHARED_TILE = 1 << 22
 # Elements that are updated before they are published. Launching a smaller copy takes longer than the copy itself.
 CHUNK = 1 << 22
+# The number of shards whose backward may be queued on the GPU while shards are stepped.
+RUN_AHEAD = 4
 
 _Result = TypeVar("_Result")
 
@@ -75,6 +78,8 @@ class OffloadedStep:
         self._memory, self._plan = memory, plan
         # One stream for the stream thread, and one for the host thread, which streams shards on NVMe.
         self._stream = self._stream_of_nvme = None
+        # The ends of the backwards of the last shards on the GPU.
+        self._queued: deque[torch.cuda.Event] = deque()
         if memory.bus.crosses:
             num_in_flight = IN_FLIGHT_IN_BACKWARD if plan.steps_in_backward else IN_FLIGHT
             self._stream, self._stream_of_nvme = (
@@ -209,6 +214,20 @@ class OffloadedStep:
             task = self._submit("host step", store, self._step, store, gradient, step, last_use, early)
         self._early[store] = EarlyTask(task, early)
         grad.read_by(task, before_change)
+        self._stay_close()
+
+    def _stay_close(self) -> None:
+        """Wait until the GPU has computed the gradients of all but the last few shards of a backward.
+
+        [Note: launches beside a full queue]
+        The driver accepts about a thousand launches ahead of the GPU. A thread that launches more waits in the driver,
+        and keeps the threads that step shards from launching their copies and kernels.
+        """
+        event = self._memory.bus.now(blocking=True)
+        if event is not None:
+            self._queued.append(event)
+            if len(self._queued) > RUN_AHEAD:
+                self._queued.popleft().synchronize()
 
     def discard_early(self, stores: Sequence[ShardStore]) -> None:
         """Discard the updates of some shards during the backward, after the tasks that have begun are complete."""

@@ -191,6 +191,58 @@ class ElementwiseUpdate:
                     if weights is not None:
                         weights.copy_(held[MASTER].weight)
 
+    @staticmethod
+    def can_join(store: ShardStore) -> bool:
+        """Return whether `update_together` can update a shard: its master and states are plain tensors here."""
+        buffers = (store.master, *store.states.values())
+        return not store.is_offloaded and all(buffer.is_plain_tensor for buffer in buffers)
+
+    def update_together(self, shards: Sequence[tuple[ShardStore, torch.Tensor]], step: StepValues) -> None:
+        """Update whole shards and cast their new weights, with the bits of `update`, in as few kernels as possible.
+
+        A kernel of a small shard takes less time than its launch.
+        """
+        tiles: dict[tuple[int, torch.dtype], list[Tile]] = {}
+        weights: list[torch.Tensor] = []
+        masters: list[torch.Tensor] = []
+        for store, gradient in shards:
+            used, out = store.compared_model_weight, publisher_on_device(store).memory(0, store.stop - store.start)
+            for segment in store.stepped_segments(0, store.stop - store.start):
+                inside = slice(segment.start, segment.stop)
+                master = store.master[inside].tensor
+                if used is not None:
+                    self.writes.take_over(master, used[inside])
+                states = {name: state[inside].tensor for name, state in store.states.items()}
+                begins = segment.group in step.begins
+                tile = Tile(master, gradient[inside], states, segment.group, step.skip, begins)
+                tiles.setdefault((segment.group, master.dtype), []).append(tile)
+                if out is not None:
+                    weights.append(out[inside])
+                    masters.append(master)
+        for (group, dtype), some in tiles.items():
+            rule = self._rules[group]
+            assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
+            scaled = self._scaled_together([tile.gradient for tile in some], step.coefficient, dtype)
+            some = [replace(tile, gradient=gradient) for tile, gradient in zip(some, scaled, strict=True)]
+            rule.apply_together(some, step.groups[group], step.number)
+        if weights:
+            torch._foreach_copy_(weights, masters)
+
+    def _scaled_together(
+        self, gradients: list[torch.Tensor], coefficient: float | torch.Tensor, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return gradients in `dtype`, scaled, in new memory if they change."""
+        is_scaled = isinstance(coefficient, torch.Tensor) or coefficient != 1.0
+        if not is_scaled and all(gradient.dtype == dtype for gradient in gradients):
+            return gradients
+        sizes = [gradient.numel() for gradient in gradients]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=gradients[0].device)
+        scaled = [*flat.split(sizes)]
+        torch._foreach_copy_(scaled, gradients)
+        if is_scaled:
+            flat.mul_(coefficient)
+        return scaled
+
     @contextmanager
     def opened(self, held: Mapping[str, Buffer], dither: Dither | None) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the values of buffers, to be changed in place. Encoded ones are decoded, and encoded afterwards."""
@@ -230,18 +282,35 @@ class ElementwiseUpdate:
 
 
 class ElementwiseStep:
-    """The main thread's step of shards with elementwise rules. A shard is final once it has been stepped."""
+    """The main thread's step of shards with elementwise rules. Small shards of a batch are stepped together."""
 
     def __init__(self, rules: Sequence[AnyRule]) -> None:
         self._elementwise = ElementwiseUpdate(rules)
+        # Small shards that wait for others, with their gradients, and their elements.
+        self._small: list[tuple[ShardStore, torch.Tensor]] = []
+        self._num_waiting = 0
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> None:
-        """Step a shard whose state is on the device."""
+        """Step a shard whose state is on the device, now or with others of its batch."""
+        size, tile = store.stop - store.start, TILE[store.device.type]
+        if size <= tile // 2 and self._elementwise.can_join(store):
+            if self._num_waiting + size > tile:
+                self.step_small(step)
+            self._small.append((store, gradient))
+            self._num_waiting += size
+            return
         update = partial(self._elementwise.update, store, gradient, step)
         step_shard(whole_window(store), update, publisher_on_device(store))
 
+    def step_small(self, step: StepValues) -> None:
+        """Step the small shards that wait for others of their batch."""
+        small, self._small, self._num_waiting = self._small, [], 0
+        if small:
+            self._elementwise.update_together(small, step)
+
     def end_batch(self, batch: list[Unit], step: StepValues) -> Iterator[list[Unit]]:
         """Yield the batches whose parameters are final, after all shards of a batch were passed to `step`."""
+        self.step_small(step)
         yield batch
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:

@@ -72,6 +72,10 @@ class Rule(Protocol):
         """Update a tile in place."""
         ...
 
+    def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:
+        """Update several tiles of one group in place, with the bits of `apply`."""
+        ...
+
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         """Update an encoded tile in one kernel. Return False, without effect, if there is no such kernel."""
         ...
@@ -81,6 +85,13 @@ class PlainRule:
     """A rule without kernels for encoded tiles, which are decoded for it."""
 
     late_states: tuple[str, ...] = ()
+
+    def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
+        raise NotImplementedError
+
+    def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:
+        for tile in tiles:
+            self.apply(tile, hyper, step)
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
         return False
@@ -163,16 +174,19 @@ class AdamRule:
         return ["exp_avg", "exp_avg_sq", *extra]
 
     def apply(self, tile: Tile, hyper: Hyper, step: int) -> None:
+        self.apply_together([tile], hyper, step)
+
+    def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:
         beta1, beta2 = hyper["betas"]
         fused = torch._fused_adamw_ if hyper["decoupled_weight_decay"] else torch._fused_adam_
         amsgrad = bool(hyper.get("amsgrad", False))
         fused(
-            [tile.parameter],
-            [tile.gradient],
-            [tile.states["exp_avg"]],
-            [tile.states["exp_avg_sq"]],
-            [tile.states["max_exp_avg_sq"]] if amsgrad else [],
-            [_step_tensor(step, tile.parameter.device)],
+            [tile.parameter for tile in tiles],
+            [tile.gradient for tile in tiles],
+            [tile.states["exp_avg"] for tile in tiles],
+            [tile.states["exp_avg_sq"] for tile in tiles],
+            [tile.states["max_exp_avg_sq"] for tile in tiles] if amsgrad else [],
+            [_step_tensor(step, tiles[0].parameter.device)] * len(tiles),
             lr=float(hyper["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
@@ -180,7 +194,7 @@ class AdamRule:
             eps=float(hyper["eps"]),
             amsgrad=amsgrad,
             maximize=bool(hyper.get("maximize", False)),
-            found_inf=tile.skip,
+            found_inf=tiles[0].skip,
         )
 
     def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onefold.config import Config
+from onefold.config import Config, ConfigError
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,17 @@ class Activations:
     """Classes, names or name patterns of the modules that compute in these tiles. None are MLPs by structure."""
     host_checkpoints: bool = False
     """The inputs of checkpoints in forwards of the model are stored in host memory."""
+    cuda_graphs: bool = False
+    """Forward and backward of blocks are captured in CUDA graphs, which keep their activations allocated."""
 
 
 def make_activations(config: Config) -> Activations:
     """Return the decisions of a config."""
     own = config.onefold
+    if own.cuda_graphs and own.batch_chunks != 0:
+        raise ConfigError(
+            "onefold.cuda_graphs captures the forward of a block, and onefold.batch_chunks calls it once per chunk and "
+            "recomputes it. Use one of them."
+        )
     on_host = config.activation_checkpointing.cpu_checkpointing
-    return Activations(own.batch_chunks, own.tiled_loss, own.tiled_mlp, own.tiled_mlp_modules, on_host)
+    return Activations(own.batch_chunks, own.tiled_loss, own.tiled_mlp, own.tiled_mlp_modules, on_host, own.cuda_graphs)

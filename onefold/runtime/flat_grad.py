@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from onefold.comm import ErrorFeedback, Reduction
+from onefold.graphs import Gradients
 from onefold.offload.shard_store import ShardStore
 from onefold.plan import Plan, Tier, Wire
 from onefold.plan.buffers import adopts_gradient, reduces_in_place
@@ -199,6 +200,24 @@ class FlatGrad:
             return  # a user hook has dropped it
         self.dropped.discard(index)
         self.batch.add(self, index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+    def accumulate_flat(self, gradients: Gradients, pool: Pool) -> None:
+        """Add the gradients of several parameters to the slot, before a graph writes their memory again."""
+        assert gradients.flat is not None
+        slot, present = self._require_slot(pool), gradients.present
+        self.batch.copy()
+        self.dropped.difference_update(present)
+        num_filled = sum(self._filled[index] for index in present)
+        if not any(self._filled):
+            slot.copy_(gradients.flat)
+        elif num_filled == len(present):
+            slot.add_(gradients.flat)
+        else:
+            views = views_of_members(gradients.flat, self.layout)
+            for index, is_filled, view in self.fill(present):
+                (view.add_ if is_filled else view.copy_)(views[index])
+        for index in present:
+            self._filled[index] = 1
 
     def _adopt(self, parameter: nn.Parameter, pool: Pool) -> bool:
         """Make the gradient on a Parameter the slot, if nothing else refers to its memory."""

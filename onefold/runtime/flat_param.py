@@ -47,6 +47,9 @@ class FlatParam:
     `full` when it is unsharded for its layers.
     """
 
+    grad: FlatGrad
+    """The gradient. Only a trained flat parameter has one."""
+
     def __init__(
         self,
         spec: FlatParamSpec,
@@ -89,7 +92,8 @@ class FlatParam:
         # The unsharded values of the last `GatheredParameters`, and fingerprints of them and of this rank's shard.
         self._cached: tuple[torch.Tensor, list[int]] | None = None
         self.take_parameters()
-        self._grad = FlatGrad(self.store, self.parameters, plan, self.own_range) if spec.trainable else None
+        if spec.trainable:
+            self.grad = FlatGrad(self.store, self.parameters, plan, self.own_range)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,12 +105,6 @@ class FlatParam:
         return self.store.spec
 
     @property
-    def grad(self) -> FlatGrad:
-        """Gradient of a trained flat parameter."""
-        assert self._grad is not None
-        return self._grad
-
-    @property
     def own_range(self) -> tuple[int, int]:
         """Start and end of this rank's shard in the flat parameter."""
         return self.layout.shard_range(self._rank)
@@ -114,6 +112,10 @@ class FlatParam:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the name and the Parameter of each member of the layout."""
         return zip((member.name for member in self.layout.members), self.parameters, strict=True)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of all members in a tensor with the layout of `full`."""
+        return views_of_members(flat, self.layout)
 
     @property
     def is_sharded(self) -> bool:
@@ -386,7 +388,8 @@ class FlatParam:
     def forget_training(self) -> None:
         """Free all but the parameters when the engine is destroyed, and move them out of its memory and files."""
         self.store.forget_training()
-        self._grad = self.fp8 = None
+        self.fp8 = None
+        self.__dict__.pop("grad", None)
         self.invalidate_secondary()
         self.secondary = None
 

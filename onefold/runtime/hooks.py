@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
+from onefold.config import ConfigError
+from onefold.fp8 import Fp8Linear
+from onefold.graphs import CapturableBlock, CapturedBlocks, Gradients
 from onefold.runtime.batch_chunks import ChunkedBlocks
 from onefold.runtime.call_hooks import (
     ModuleHook,
@@ -45,6 +49,10 @@ from onefold.runtime.torch_internals import (
     tensors_in,
 )
 from onefold.runtime.unit import Unit
+
+COMPILED_AND_CAPTURED = (
+    "blocks that are compiled cannot be captured as well. Compile the model, or set cuda_graphs, but not both."
+)
 
 
 class Hooks:
@@ -71,6 +79,7 @@ class Hooks:
         tiles = (plan.activations.tiled_modules, plan.activations.mlp_tiles)
         self._tiles = TiledModules(model, *tiles) if plan.activations.mlp_tiles != 0 else None
         schedule.chunk_checks = self._blocks.checks if self._blocks is not None else None
+        self.graphs = self._capture_blocks(model) if plan.activations.cuda_graphs else None
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
         self._handles.append(model.register_state_dict_pre_hook(ModuleHook(me, model, Hooks.before_root_state_dict)))
@@ -101,8 +110,44 @@ class Hooks:
                     else:
                         wait = UpdateHook(me, module, Hooks.wait_for_updates, [unit.index])
                         self._handles.append(module.register_forward_pre_hook(wait))
+        if self.graphs is not None:
+            graphs = weakref.ref(self.graphs)
+            self._handles.append(model.register_forward_hook(lambda *given: _returned(graphs(), given[-1])))
         after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
+
+    def _capture_blocks(self, model: nn.Module) -> CapturedBlocks:
+        """Replace the forwards of blocks, to capture them in CUDA graphs."""
+        device = self._schedule.units[0].params[0].device
+        if any(module._compiled_call_impl is not None for module in model.modules()):  # type: ignore[attr-defined]
+            raise ConfigError(f"onefold.cuda_graphs: {COMPILED_AND_CAPTURED}")
+        me = weakref.ref(self)
+
+        def deliver(number: int, gradients: list[Gradients]) -> None:
+            hooks = me()
+            if hooks is not None:
+                hooks.gradients_ready(number, gradients)
+
+        blocks = [
+            CapturableBlock(
+                unit.name,
+                unit.module,
+                unit.params,
+                partial(deliver, unit.index),
+                lambda hook: isinstance(hook, ModuleHook),
+                _problem_of(unit),
+            )
+            for unit in self._schedule.units
+            if unit.is_block and not unit.encloses
+        ]
+        context = weakref.ref(self._context)
+        is_first = self._schedule.agreement.group.rank == 0
+
+        def in_forward() -> bool:
+            found = context()
+            return found is not None and found.depth > 0
+
+        return CapturedBlocks(blocks, device, in_forward, logs=is_first)
 
     def _watch_calls(self, unit: Unit, module: nn.Module, search: int = 0) -> None:
         """Call a unit before and after forwards of a module. `search`: which of the unit's searches a forward runs."""
@@ -159,6 +204,8 @@ class Hooks:
             self._blocks.remove()
         if self._tiles is not None:
             self._tiles.remove()
+        if self.graphs is not None:
+            self.graphs.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -211,6 +258,16 @@ class Hooks:
             self._join_bare_backward(listener, param.parameters[index])
         unit.receive_gradient(param, index)
 
+    def gradients_ready(self, number: int, gradients: list[Gradients]) -> None:
+        """Give a unit the gradients of a captured backward, as `gradient_ready` does for each of them."""
+        unit = self._schedule.units[number]
+        if not self._context.in_backward or self._bare is not None:
+            listener = self._listener()
+            if listener is None:
+                return
+            self._join_bare_backward(listener, unit.trained_params[0].parameters[0])
+        unit.receive_gradients(gradients)
+
     def _join_bare_backward(self, listener: Owner, parameter: nn.Parameter) -> None:
         """Begin a bare backward with its first gradient, and have it ended."""
         gradient = raw_grad(parameter)
@@ -244,6 +301,8 @@ class Hooks:
         self.recover()
         if torch.is_grad_enabled() and not inside_backward():
             self._schedule.begin_pass()
+            if self.graphs is not None:
+                self.graphs.begin_pass()
 
     def after_root_forward(self, args: Any, output: Any) -> None:
         """Reshard after an evaluation, and watch the outputs for a bare backward."""
@@ -316,6 +375,20 @@ class Hooks:
             unit.end_gather_context()
         if listener is not None:
             listener.parameters_loaded(loaded)
+
+
+def _returned(graphs: CapturedBlocks | None, output: Any) -> Any:
+    """Return what a program may keep of an output of the model."""
+    return graphs.returned(output) if graphs is not None else output
+
+
+def _problem_of(unit: Unit) -> str:
+    """Return why a block cannot be captured, or an empty string."""
+    if unit.reduces_at_end:
+        return "it shares parameters with other modules"
+    if any(isinstance(module, Fp8Linear) for module in unit.module.modules()):
+        return "it multiplies in FP8"
+    return ""
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):

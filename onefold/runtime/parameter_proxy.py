@@ -224,6 +224,9 @@ def _set_grad(self: nn.Parameter, value: torch.Tensor | None) -> None:
 
 
 def _get_requires_grad(self: nn.Parameter) -> bool:
+    if torch.compiler.is_dynamo_compiling():  # torch 2.11 would trace `__get__` as a call of this function
+        with torch.enable_grad():
+            return self.view_as(self).requires_grad
     with torch._C.DisableTorchFunctionSubclass():
         return bool(_requires_grad.__get__(self))
 

@@ -29,6 +29,7 @@ from onefold.runtime.order import Order, Request
 from onefold.runtime.parameter_proxy import raw_grad
 from onefold.runtime.unit import Unit
 from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext
+from onefold.runtime.update_gather import launch_update_gather
 
 
 class Schedule:
@@ -251,7 +252,7 @@ class Schedule:
     def gather_updated(self, batch: list[Unit] | None = None) -> None:
         """Launch the all-gathers of updated parameters, for some units or for all."""
         for units in self.order.step_batches if batch is None else [batch]:
-            Unit.launch_update_gather(units)
+            launch_update_gather(units)
 
     def wait_for_step(self) -> None:
         """Wait for everything that a step has left in flight."""

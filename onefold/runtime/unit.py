@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from onefold.comm import AllGatherOp, Reduction
+from onefold.graphs import Gradients
 from onefold.plan import PassPhase, Wire
 from onefold.recorder import within
 from onefold.runtime.call_hooks import StoredTensors, hook_begin, hook_end, is_embedding_lookup, producers, while_alive
 from onefold.runtime.flat_param import FlatParam, unrecorded
-from onefold.runtime.parameter_proxy import set_proxy_class, set_updating_class, sharded_error
+from onefold.runtime.parameter_proxy import sharded_error
 from onefold.runtime.torch_internals import inside_backward, inside_transform
 from onefold.runtime.unit_state import GradientState, ParameterState, UnitContext, Uses
 
@@ -162,13 +163,29 @@ class Unit:
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""
-        context, grad = self.context, param.grad
         if self.grad_state is not GradientState.OPEN:
-            while self.grad_state is GradientState.REDUCING:
-                context.in_flight.finish_reduction()
-            self._open_gradients()
-        grad.accumulate_into_slot(index, context.in_flight.pool)
+            self._open_for_gradients()
+        param.grad.accumulate_into_slot(index, self.context.in_flight.pool)
         param.remove_shape_placeholders()
+        self._count_gradient(param, index)
+
+    def receive_gradients(self, gradients: Sequence[Gradients]) -> None:
+        """Accumulate the gradients of all flat parameters at once, as a captured backward produces them."""
+        self._open_for_gradients()
+        found = [(param, some) for param, some in zip(self.params, gradients, strict=True) if some.flat is not None]
+        for param, some in found:
+            param.grad.accumulate_flat(some, self.context.in_flight.pool)
+        for param, some in found:
+            for index in some.present:
+                self._count_gradient(param, index)
+
+    def _open_for_gradients(self) -> None:
+        while self.grad_state is GradientState.REDUCING:
+            self.context.in_flight.finish_reduction()
+        self._open_gradients()
+
+    def _count_gradient(self, param: FlatParam, index: int) -> None:
+        context, grad = self.context, param.grad
         if grad.last_backward[index] == context.num_backwards:
             return
         grad.last_backward[index] = context.num_backwards
@@ -376,53 +393,10 @@ class Unit:
 
     # -- all-gather of updated parameters, after a step ---------------------------------------------------------
 
-    @staticmethod
-    def launch_update_gather(units: list[Unit]) -> None:
-        """All-gather the updated slices of parameters that stay unsharded, in place.
-
-        With several ranks this waits for the host to step the units, while it steps the next ones: a rank that
-        evaluates alone after a step must not wait for other ranks. A single rank waits where it uses a unit.
-        """
-        context = units[0].context
-        plan, in_flight = context.plan, context.in_flight
-        params = [param for unit in units for param in unit.updated_params]
-        is_gathered = plan.shards_states and in_flight.collective.group.size > 1
-        if not params or not (is_gathered or any(param.store.is_stepping for param in params)):
-            return
-        assert not any(unit.is_updating for unit in units)
-        names = [unit.name for unit in units]
-        num_elements = sum(param.layout.total for param in params)
-        on_finish = partial(Unit._set_updating, units, False)
-
-        def wait_for_step() -> None:
-            for param in params:
-                param.store.finish_step()
-
-        def prepare() -> list[AllGatherOp]:
-            Unit._set_updating(units, True)
-            wait_for_step()
-            return [AllGatherOp(param.full) for param in params]
-
-        if is_gathered:
-            in_flight.enqueue_update(names, prepare, num_elements=num_elements, on_finish=on_finish)
-        else:
-            Unit._set_updating(units, True)
-            in_flight.enqueue_local_update(names, wait_for_step, num_elements=num_elements, on_finish=on_finish)
-
     def wait_for_update(self) -> None:
         """Wait for the all-gather of the unit's updated parameters, and those launched before it."""
         while self.is_updating:
             self.context.in_flight.finish_update()
-
-    @staticmethod
-    def _set_updating(units: list[Unit], updating: bool) -> None:
-        for unit in units:
-            unit.is_updating = updating
-            for parameter in (parameter for param in unit.updated_params for parameter in param.parameters):
-                if updating:
-                    set_updating_class(parameter)
-                else:
-                    set_proxy_class(parameter, sharded=False)
 
     # -- uses outside of the unit's module ----------------------------------------------------------------------
 

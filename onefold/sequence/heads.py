@@ -16,6 +16,7 @@ S does, but at most once for each query head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -95,7 +96,20 @@ def _gather(exchange: Exchange, size: int, tensors: tuple[Tensor, ...]) -> tuple
 
 def _send(exchange: Exchange, parts: list[Tensor]) -> list[Tensor]:
     """Exchange tensors whose first dimension is the receiving rank, in one message for each rank."""
-    flat = [part.flatten(1) for part in parts]
-    received = exchange(torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous())
-    split = received.split([part.shape[1] for part in flat], dim=1)
+    sizes = [part[0].numel() for part in parts]
+    received = exchange(_pack(parts, sizes))
+    split = received.split(sizes, dim=1)
     return [got.view(part.shape) for got, part in zip(split, parts, strict=True)]
+
+
+def _pack(parts: list[Tensor], sizes: list[int]) -> Tensor:
+    """Return the matrix of the messages to each rank, from tensors with `sizes` elements for each."""
+    if len(parts) == 1:
+        return parts[0].flatten(1).contiguous()
+    # Heads are strided, so `torch.cat` of flattened parts would copy them twice: to flatten them, and into the message.
+    # Under autocast, a norm of queries and keys leaves them in fp32 next to values in bf16.
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    packed = parts[0].new_empty(len(parts[0]), sum(sizes), dtype=dtype)
+    for columns, part in zip(packed.split(sizes, dim=1), parts, strict=True):
+        columns.view(part.shape).copy_(part)
+    return packed

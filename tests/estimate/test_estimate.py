@@ -746,7 +746,8 @@ def test_indices_of_a_replayed_op_stay_inside_what_they_count():
 
 def test_a_timed_step_replaces_the_guess():
     source = find_model("tiny")
-    question = Question(source, find_machine("H100"), DEFAULT_CONFIG, 1, 32)
+    fast_host = replace(find_machine("H100"), launch=1e-9, boundary=0.0)
+    question = Question(source, fast_host, DEFAULT_CONFIG, 1, 32)
     (guess,) = forecast(question, [Setting("0", {"stage": 0})], finds_batch=False)
     timer = OpTimer(torch.device("cpu"), bandwidth=1e9)
     (timed,) = forecast(question, [Setting("0", {"stage": 0})], finds_batch=False, timer=timer)
@@ -754,11 +755,28 @@ def test_a_timed_step_replaces_the_guess():
     assert timed.seconds["computation"] > guess.seconds["computation"], "this CPU is no H100"
 
 
+def test_a_slow_host_takes_longer_to_shard_parameters():
+    source, machine = find_model("tiny"), find_machine("2xH100")
+    settings = [Setting("2", {"stage": 2}), Setting("3", {"stage": 3, "stage3_param_persistence_threshold": 0})]
+
+    def times(**rates: float) -> list[float]:
+        question = Question(source, replace(machine, **rates), DEFAULT_CONFIG, 1, 32)
+        return [found.seconds["computation"] for found in forecast(question, settings, finds_batch=False)]
+
+    before, after = times(sharding=1e-3), times(sharding=3e-3)
+    assert after[0] == before[0]
+    num_blocks = (after[1] - before[1]) / 2e-3
+    assert num_blocks == pytest.approx(round(num_blocks))
+    assert num_blocks > 1
+    assert times(launch=1.0)[0] > before[0]
+
+
 @pytest.mark.slow
 def test_what_the_host_takes_is_measured_by_a_real_step():
     host = measure_host()
     assert 0 < host.launch < 0.1
     assert 0 < host.boundary < 1
+    assert 0 <= host.sharding < 1
 
 
 @pytest.mark.slow

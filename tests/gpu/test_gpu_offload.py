@@ -322,8 +322,9 @@ def longer_shard() -> bool:
         windows.append((StateWindow(0, size, Buffer.of(master), states), gradient, master.clone()))
     torch.cuda.synchronize()
     for window, gradient, _ in windows:
-        with torch.cuda.stream(passing._stream):
-            torch.cuda._sleep(100_000_000)
+        for slot in passing._slots:
+            with torch.cuda.stream(slot.stream):
+                torch.cuda._sleep(100_000_000)
         shard = StreamedShard(OneGroup(), gradient, Publisher(), step, bus.now())
         passing.start(shard, window, lambda window=window: told.append(window))
     passing.finish()

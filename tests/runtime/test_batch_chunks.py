@@ -7,12 +7,12 @@ import functools
 import io
 import logging
 import re
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from covering import covering
+from live_bytes import Peaks
 from models import VOCABULARY, Block, Net, Trace, config, first_difference, net, precision, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
@@ -215,31 +215,6 @@ def gathers(chunks: int) -> list[str]:
 def test_a_unit_is_gathered_once_per_pass(on_ranks):
     for found in on_ranks(2, gathers, 3):
         assert sorted(found) == sorted([f"blocks.{index}" for index in range(3)] * 2)
-
-
-class Peaks(torch.utils._python_dispatch.TorchDispatchMode):
-    """The largest number of bytes of tensors that blocks make and that are alive at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
-                    self.live += storage.nbytes()
-                    self.peak = max(self.peak, self.live)
-                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        return out
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
 
 
 class Wide(nn.Module):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.comm import local_device
 from onefold.config import ConfigError
 from onefold.sequence.heads import key_head_repeats
 
@@ -109,13 +110,17 @@ def shifted(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return batch | {"labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:], "position_ids": positions}
 
 
+def here(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(local_device()) for name, value in batch.items()}
+
+
 def train_plainly(model: nn.Module, replicas: int, clipping: float, **options: Any) -> tuple[list[float], list[float]]:
     """Losses of replica 0, and gradient norms, of plain torch with whole sequences."""
     optimizer = torch.optim.SGD(model.parameters(), **SGD["params"])
     losses, norms = [], []
     for step in range(STEPS):
         for replica in range(replicas):
-            batch = samples(step, replica, **options)
+            batch = here(samples(step, replica, **options))
             loss = model(**shifted(batch)) if isinstance(model, Plain) else model(**batch).loss
             (loss / replicas).backward()
             losses += [loss.item()] if replica == 0 else []
@@ -136,7 +141,7 @@ def train_in_parts(
 ) -> dict[str, Any]:
     """Train on this rank's parts; compare the whole run with plain torch, and return weights for other comparisons."""
     model = globals()[make](*arguments[:-1], **arguments[-1])
-    reference, replicas, tiled = copy.deepcopy(model), world // size, options.pop("tiled", False)
+    reference, replicas, tiled = copy.deepcopy(model).to(local_device()), world // size, options.pop("tiled", False)
     if tiled:
         onefold.use_tiled_loss(model, 2)
     clipping = keys.get("gradient_clipping", 0.0)
@@ -146,7 +151,7 @@ def train_in_parts(
     parallel = engine.sequence_parallel
     losses, norms, spent = [], [], 0
     for step in range(STEPS):
-        batch = samples(step, rank() // size, **options)
+        batch = here(samples(step, rank() // size, **options))
         part = parallel.split(shifted(batch) if isinstance(model, Plain) else batch)
         before = engine.ledger.bytes("attention")
         found = engine(**part)
@@ -165,6 +170,7 @@ def train_in_parts(
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     for name, value in reference.named_parameters():
         torch.testing.assert_close(weights[name], value.detach(), rtol=1e-4, atol=1e-5, msg=name)
+    weights = {name: value.cpu() for name, value in weights.items()}
     return {"weights": weights, "norms": norms, "losses": losses, "bytes": spent}
 
 

@@ -110,6 +110,8 @@ class Measured:
     """Host seconds per small op, in forward and backward."""
     boundary: float | None = None
     """Host seconds per flat parameter of an optimizer step."""
+    sharding: float | None = None
+    """Host seconds per sharded flat parameter of a forward and backward."""
     contention: float | None = None
     """Time of ops while all CPU ranks compute, relative to their time alone."""
     links: LinkRates | None = None

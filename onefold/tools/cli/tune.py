@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def _search(options: argparse.Namespace, settings: Sequence[Setting]) -> int:
         size = min(1 << 30, available_bytes() // 8)
         measured = offload_bench.measure(size, paths, show_progress, ranks)
         contention = measure_contention(ranks) if not torch.cuda.is_available() else None
-        measured = replace(measured, launch=host.launch, boundary=host.boundary, contention=contention)
+        measured = replace(measured, **asdict(host), contention=contention)
         offload_bench.save_measured(measured)
         found = _try_settings(job, list(settings), micro_batch, options.max_batch, show_progress)
         done = [trial for trial in found if trial.outcome == "done"]

@@ -14,7 +14,7 @@ from onefold.offload.grad_offload import CHUNKS_IN_FLIGHT as SUMS_IN_FLIGHT
 from onefold.offload.grad_offload import COPIES_IN_FLIGHT
 from onefold.optim.gpu_stream import CHUNK_BYTES, IN_FLIGHT, IN_FLIGHT_IN_BACKWARD
 from onefold.plan import FlatParamSpec, ModelBytes, OffloadTraffic, Plan, Tier, assign_tiers, count_bytes, make_plan
-from onefold.plan.buffers import CACHED_GRADIENT, FLAT_GRADIENT, REDUCED_GRADIENT
+from onefold.plan.buffers import CACHED_GRADIENT, FLAT_GRADIENT, REDUCED_GRADIENT, stays_unsharded
 from onefold.plan.device_cache import assign_device_cache, cached_bytes, filled_bytes
 from onefold.plan.speculation import assign_second_states
 from onefold.plan.traffic import count_offload_traffic, is_streamed
@@ -356,8 +356,14 @@ def _times(
     passes = work.flops / (gpu.flops * machine.efficiency) + work.moved_bytes / (0.8 * gpu.bandwidth)
     if timer is not None:
         passes = timer.seconds_of(work.calls) * machine.contention
-    passes = max(passes, work.num_ops * machine.launch) * micro_steps
-    passes += sum(spec.trainable for spec in specs) * machine.boundary
+    num_sharded = sum(not stays_unsharded(plan, spec) for spec in specs)
+    sharding = num_sharded * machine.sharding * micro_steps
+    boundary = sum(spec.trainable for spec in specs) * machine.boundary
+    launches = work.num_ops * machine.launch * micro_steps
+    if machine.is_cpu:  # the host runs the ops as well
+        passes = max(passes * micro_steps, launches) + sharding + boundary
+    else:
+        passes = max(passes * micro_steps, launches + sharding + boundary)
     passes += found.matrix_flops / (gpu.flops * machine.efficiency)
     stepped, through = {True: 0, False: 0}, {Tier.HOST: 0, Tier.NVME: 0}
     for spec in specs:

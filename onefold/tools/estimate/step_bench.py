@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -28,8 +28,6 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     "gradient_clipping": 1.0,
-    "bf16": {"enabled": torch.cuda.is_available()},
-    "zero_optimization": {"stage": 2},
     "log_level": "error",
 }
 _STEPS, _WARMUP, _TIMEOUT = 10, 3, 300
@@ -41,10 +39,11 @@ class StepBenchError(Exception):
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """Host seconds per op of a pass, and per flat parameter of a step."""
+    """Host seconds per op of a pass, per flat parameter of a step, and per flat parameter that a pass shards."""
 
     launch: float
     boundary: float
+    sharding: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,8 @@ class BenchModel:
     width: int
     blocks: int
     tokens: int
+    stage: int = 2
+    is_bf16: bool = torch.cuda.is_available()
 
     def build(self) -> nn.Module:
         """Return the model."""
@@ -61,8 +62,14 @@ class BenchModel:
 
     def inputs(self, device: torch.device | str) -> torch.Tensor:
         """Return a batch of one sequence."""
-        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        dtype = torch.bfloat16 if self.is_bf16 else torch.float32
         return torch.zeros(1, self.tokens, self.width, dtype=dtype, device=device)
+
+    def config(self) -> dict[str, Any]:
+        """Return the config of a run. Stage 3 keeps nothing unsharded."""
+        zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+        return {**CONFIG, "bf16": {"enabled": self.is_bf16}, "zero_optimization": zero}
 
     def dry_run(self) -> DryRun:
         """Run a step of the model dry, on one rank."""
@@ -72,7 +79,7 @@ class BenchModel:
         def loss_of(call: Any) -> Any:
             return call(self.inputs("meta")).float().sum()
 
-        return dry_run(model, load_config(CONFIG), Nodes.of_size(1, 1), loss_of)
+        return dry_run(model, load_config(self.config()), Nodes.of_size(1, 1), loss_of)
 
 
 SMALL, MIDDLE = BenchModel(width=64, blocks=12, tokens=8), BenchModel(width=512, blocks=4, tokens=256)
@@ -97,8 +104,12 @@ def measure_host() -> HostSeconds:
     """Measure the host seconds per op and per flat parameter."""
     found = SMALL.dry_run()
     assert found.trace is not None
+    num_params = sum(len(unit) for unit in found.units)
     passes, step = _steps_of(SMALL, processes=1)
-    return HostSeconds(passes / found.trace.work.num_ops, step / sum(len(unit) for unit in found.units))
+    # On one rank, a flat parameter is sharded in stage 3 if it is not its own master, as in bf16.
+    both = (replace(SMALL, stage=stage, is_bf16=True) for stage in (2, 3))
+    (whole, _), (sharded, _) = (_steps_of(model, processes=1, OMP_NUM_THREADS="1") for model in both)
+    return HostSeconds(passes / found.trace.work.num_ops, step / num_params, max(0.0, sharded - whole) / num_params)
 
 
 def measure_contention(ranks: int) -> float:
@@ -144,7 +155,7 @@ def _run(model: BenchModel) -> tuple[float, float]:
     """Return the median seconds of forward and backward, and of the optimizer step."""
     import onefold
 
-    engine, *_ = onefold.initialize(model=model.build(), config=CONFIG)
+    engine, *_ = onefold.initialize(model=model.build(), config=model.config())
     passes, ends = [], []
     for _ in range(_WARMUP + _STEPS):
         began = time.perf_counter()

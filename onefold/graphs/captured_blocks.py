@@ -1,0 +1,435 @@
+"""The blocks of a model as CUDA graphs: when they are captured, and which of them run eagerly.
+
+[Note: captured blocks]
+With `onefold.cuda_graphs`, the forward of the module of each block is replaced (`CapturedForward`). Hooks of units run
+around it as always, so gathers, reductions and the optimizer stay outside of the graphs. A call is known by its block
+and its signature: structure and constants of its arguments, layouts of its tensors, autocast and training mode. A
+call that repeats is first run eagerly, the third time while what a graph cannot repeat is looked for (`rehearse`). The
+fourth time it is captured, and from then on it is replayed. Calls that cannot be captured run eagerly, with a reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_map
+
+from onefold.config import ConfigError
+from onefold.graphs.call_signature import HOST, NotCapturable, signature_of, with_tensors
+from onefold.graphs.captured_call import CapturedCall, CapturedPass, Gradients
+from onefold.log import logger
+
+# The number of signatures of a block that are captured.
+MAX_CAPTURES = 8
+# The number of eager calls before a capture. The last one is a rehearsal.
+REHEARSED = 3
+# The pass that reports the captured blocks, also if there are none.
+_FIRST_REPORT = REHEARSED + 3
+_NOT_YET = "not captured yet"
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+class FlatWeights(Protocol):
+    """A flat parameter of a block."""
+
+    parameters: list[nn.Parameter]
+    full: Tensor
+    stays_unsharded: bool
+
+    def views_of(self, flat: Tensor) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class CapturableBlock:
+    """A block as far as its graphs use it.
+
+    `deliver` takes the gradients of each flat parameter. `is_own_hook` recognizes hooks that run outside of the
+    captured forward.
+    """
+
+    name: str
+    module: nn.Module
+    weights: Sequence[FlatWeights]
+    deliver: Callable[[list[Gradients]], None]
+    is_own_hook: Callable[[Any], bool]
+    problem: str = ""
+    """Why the block is not captured in any case."""
+
+
+_State = CapturedCall | int | str
+"""What is known about a call: its graphs, the number of eager calls before it is captured, or why it never is."""
+
+
+class CapturedBlocks:
+    """The captured blocks of one engine. `in_forward` returns whether a forward of the whole model is under way."""
+
+    def __init__(
+        self,
+        blocks: Sequence[CapturableBlock],
+        device: torch.device,
+        in_forward: Callable[[], bool],
+        *,
+        logs: bool = False,
+    ) -> None:
+        if device.type == HOST:
+            raise ConfigError(f"onefold.cuda_graphs needs a CUDA device, but the model is on {device}.")
+        self._device, self._in_forward, self._logs = device, in_forward, logs
+        self._forwards = [CapturedForward(block, self) for block in blocks]
+        self._passes: list[CapturedPass] = []
+        # Whether the present pass has captured calls, which share the last of `_passes`.
+        self._captures = False
+        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._num_passes = 0
+        self.num_replays = 0
+        # The number of eager calls in training by reason.
+        self.eager_calls: Counter[str] = Counter()
+
+    @property
+    def num_captured(self) -> int:
+        """The number of captured calls."""
+        return sum(isinstance(state, CapturedCall) for forward in self._forwards for state in forward.states.values())
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why blocks run eagerly, by the name of the block."""
+        found = {forward.block.name: forward.block.problem for forward in self._forwards if forward.block.problem}
+        for forward in self._forwards:
+            for state in forward.states.values():
+                if isinstance(state, str):
+                    found[forward.block.name] = state
+        return found
+
+    def begin_pass(self) -> None:
+        """Begin a pass of the model that will have a backward."""
+        self._num_passes += 1
+        if self._captures:
+            self._passes[-1].end_capture()
+        if self._logs and (self._captures or self._num_passes == _FIRST_REPORT):
+            logger.info("CUDA graphs: %s", self.describe())
+        self._captures = False
+        for shared in self._passes:
+            shared.begin()
+
+    def describe(self) -> str:
+        """Return how many blocks are captured, and why others run eagerly."""
+        captured = sum(any(isinstance(s, CapturedCall) for s in f.states.values()) for f in self._forwards)
+        lines = [f"{captured} of {len(self._forwards)} blocks captured"]
+        by_block = self.reasons
+        for reason in dict.fromkeys(by_block.values()):
+            names = [name for name, found in by_block.items() if found == reason]
+            others = f" and {len(names) - 1} others" if names[1:] else ""
+            lines.append(f"{names[0]}{others} eager: {reason}")
+        own = {*by_block.values(), _NOT_YET}
+        lines += [f"{number} eager calls: {why}" for why, number in self.eager_calls.items() if why not in own]
+        return "; ".join(lines)
+
+    def _pass_to_capture(self) -> CapturedPass:
+        """Return what the calls that the present pass captures share."""
+        if not self._captures:
+            self._captures = True
+            torch.cuda.empty_cache()  # graphs cannot use memory that the allocator keeps for eager tensors
+            states = (state for forward in self._forwards for state in forward.states.values())
+            self._passes = list({id(s.shared): s.shared for s in states if isinstance(s, CapturedCall)}.values())
+            self._passes.append(CapturedPass(self._device, self._weights()))
+        return self._passes[-1]
+
+    def _weights(self) -> dict[tuple[int, torch.dtype], Tensor]:
+        """Return memory for the flat parameters of any block, by their position in the block."""
+        if not self._memory:
+            sizes: dict[tuple[int, torch.dtype], int] = {}
+            for forward in self._forwards:
+                for position, weights in enumerate(forward.moving_weights):
+                    key = position, weights.full.dtype
+                    sizes[key] = max(sizes.get(key, 0), weights.full.numel())
+            for (position, dtype), size in sizes.items():
+                self._memory[position, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+        return self._memory
+
+    def call(self, forward: CapturedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a block in training: replay it, capture it, or run it eagerly."""
+        if problem := forward.block.problem or self._problem_of_call():
+            return self._run_eagerly(problem, forward, args, kwargs)
+        tensors: list[Tensor] = []
+        try:
+            key = forward.signature_of_call(args, kwargs, tensors)
+        except NotCapturable as reason:
+            return self._run_eagerly(str(reason), forward, args, kwargs)
+        state = forward.states.setdefault(key, 0)
+        if isinstance(state, CapturedCall) and (changed := forward.change_since_capture()):
+            forward.forget()
+            return self._run_eagerly(changed, forward, args, kwargs)
+        if state == REHEARSED:
+            state = forward.states[key] = self._capture(forward, args, kwargs, tensors)
+        if isinstance(state, str):
+            return self._run_eagerly(state, forward, args, kwargs)
+        if isinstance(state, int):
+            self.eager_calls[_NOT_YET] += 1
+            forward.states[key] = state + 1
+            if state + 1 < REHEARSED:
+                return forward.function(*args, **kwargs)
+            output, problem = forward.rehearse(args, kwargs, tensors)
+            forward.states[key] = problem or REHEARSED
+            return output
+        done, output = state.replay(tensors)
+        if not done:
+            return self._run_eagerly("called twice, or before an earlier backward", forward, args, kwargs)
+        self.num_replays += 1
+        return output
+
+    def _run_eagerly(self, reason: str, forward: CapturedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.eager_calls[reason] += 1
+        return forward.function(*args, **kwargs)
+
+    def _problem_of_call(self) -> str:
+        """Return why a call made now cannot be replayed, or an empty string."""
+        if not self._in_forward():
+            return "called outside of a forward of the model"
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]
+            return "called under hooks on saved tensors, such as those of a checkpoint"
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return "called under a mode of torch"
+        return "hooks on all modules" if torch_module._has_any_global_hook() else ""
+
+    def _capture(
+        self, forward: CapturedForward, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> CapturedCall | str:
+        if forward.num_captures >= MAX_CAPTURES:
+            return f"more than {MAX_CAPTURES} signatures"
+        try:
+            return forward.capture(self._pass_to_capture(), args, kwargs, tensors)
+        except NotCapturable as reason:
+            return str(reason)
+        except RuntimeError as error:
+            return f"it cannot be captured: {str(error).splitlines()[0]}"
+
+    def returned(self, output: Any) -> Any:
+        """Return the output of the model. Tensors that the next pass would overwrite are copied."""
+        written = [shared.written for shared in self._passes]
+
+        def copied(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or tensor.device.type == HOST:
+                return tensor
+            address = tensor.untyped_storage().data_ptr()
+            return tensor.clone() if any(address in some for some in written) else tensor
+
+        return tree_map(copied, output) if written else output
+
+    def remove(self) -> None:
+        """Restore the forwards of the modules, and free all graphs."""
+        while self._forwards:
+            self._forwards.pop().remove()
+        self._passes.clear()
+
+
+class CapturedForward:
+    """The forward of a block that is captured and replayed."""
+
+    def __init__(self, block: CapturableBlock, owner: CapturedBlocks) -> None:
+        self.block, self._owner = block, owner
+        module = block.module
+        self._set_on_module = module.__dict__.get("forward")
+        self.function: Callable[..., Any] = module.forward
+        self.states: dict[Hashable, _State] = {}
+        self.num_captures = 0
+        self.moving_weights = [weights for weights in block.weights if not weights.stays_unsharded]
+        self._modules = list(module.modules())
+        self._hooks = [hooks for inner in self._modules for hooks in _hook_tables(inner)]
+        self._buffers = [inner._buffers for inner in self._modules if inner._buffers]
+        self._parameters = [parameter for weights in block.weights for parameter in weights.parameters]
+        # What a graph depends on and a program may change: tables of hooks, buffers, flags and addresses.
+        self._as_captured: tuple[Any, ...] = ()
+        functools.update_wrapper(self, self.function, updated=())
+        module.forward = self  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Restore the forward of the module."""
+        self.states.clear()
+        self.block.module.__dict__.pop("forward", None)
+        if self._set_on_module is not None:
+            self.block.module.__dict__["forward"] = self._set_on_module
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as the original forward, because no engine manages the copy of a model."""
+        return _same, (self.function,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block: by its graph in training, eagerly in evaluations and recomputations."""
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return self.function(*args, **kwargs)
+        return self._owner.call(self, args, kwargs)
+
+    def signature_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Hashable:
+        """Return what identifies a call, and append its tensors to a list."""
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return self.block.module.training, autocast, signature_of(args, tensors), signature_of(kwargs, tensors)
+
+    # -- before a capture ---------------------------------------------------------------------------------------
+
+    def rehearse(self, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, str]:
+        """Run a call eagerly. Return its output, and why a graph cannot repeat it, or an empty string."""
+        if problem := self._problem_of_module():
+            return self.function(*args, **kwargs), problem
+        versions = [tensor._version for tensor in tensors]
+        before, numbers = self._stored(), _host_random_states()
+        with _synchronizations() as found:
+            output = self.function(*args, **kwargs)
+        if found:
+            return output, f"it waits for the GPU: {found[0]}"
+        if [tensor._version for tensor in tensors] != versions:
+            return output, "it writes to its arguments"
+        if _host_random_states() != numbers:
+            return output, "it draws random numbers on the host"
+        after = self._stored()
+        for module, was, now in zip(self._modules, before, after, strict=True):
+            if names := [name for name in was.keys() | now.keys() if was.get(name) is not now.get(name)]:
+                return output, f"it changes {', '.join(sorted(names))} of a {type(module).__name__}"
+        return output, ""
+
+    def _problem_of_module(self) -> str:
+        """Return why the module cannot be captured, or an empty string."""
+        own = {id(parameter) for weights in self.block.weights for parameter in weights.parameters}
+        for name, parameter in self.block.module.named_parameters():
+            if id(parameter) not in own and parameter.requires_grad:
+                return f"its parameter {name} belongs to another unit"
+        for module in self._modules:
+            for hooks in _hook_tables(module):
+                if not all(module is self.block.module and self.block.is_own_hook(hook) for hook in hooks.values()):
+                    return f"a {type(module).__name__} in it has hooks"
+        for weights in self.block.weights:
+            for parameter in weights.parameters:
+                if _num_hooks(parameter) > (1 if weights.stays_unsharded else 2):  # the engine's own
+                    return "a parameter in it has hooks"
+        return ""
+
+    def _stored(self) -> list[dict[str, Any]]:
+        return [{**module.__dict__, **module._buffers} for module in self._modules]
+
+    # -- capture and replay -------------------------------------------------------------------------------------
+
+    def capture(self, shared: CapturedPass, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> CapturedCall:
+        """Capture a call."""
+        tables: list[tuple[dict[str, Any], str, Tensor]] = []
+        leaves: list[Tensor] = []
+        moved: list[tuple[Tensor, FlatWeights]] = []
+        replaced: dict[int, Tensor] = {}
+        for weights in self.block.weights:
+            flat = weights.full
+            if not weights.stays_unsharded:
+                flat = shared.weights(self.moving_weights.index(weights), weights.full)
+                moved.append((flat, weights))
+            for parameter, view in zip(weights.parameters, weights.views_of(flat), strict=True):
+                leaf = nn.Parameter(view.data, requires_grad=_REQUIRES_GRAD.__get__(parameter))
+                leaves.append(leaf)
+                replaced[id(parameter)] = leaf
+        for module in self._modules:
+            for name, own in dict.items(module._parameters):
+                if id(own) in replaced:
+                    tables.append((module._parameters, name, replaced[id(own)]))
+
+        def run(statics: list[Tensor]) -> Any:
+            remaining = iter(statics)
+            before = [dict.__getitem__(table, name) for table, name, _ in tables]
+            try:
+                for table, name, leaf in tables:
+                    dict.__setitem__(table, name, leaf)
+                return self.function(*with_tensors(args, remaining), **with_tensors(kwargs, remaining))
+            finally:
+                for (table, name, _), parameter in zip(tables, before, strict=True):
+                    dict.__setitem__(table, name, parameter)
+
+        def load() -> None:
+            for flat, weights in moved:
+                flat.copy_(weights.full)
+
+        def collect(gradients: list[Tensor | None]) -> list[Gradients]:
+            remaining = iter(gradients)
+            return [_flattened(weights, [next(remaining) for _ in weights.parameters]) for weights in block.weights]
+
+        block = self.block
+        found = CapturedCall(block.name, shared, tensors, leaves, run, load, collect, block.deliver)
+        self.num_captures += 1
+        self._as_captured = self._surroundings()
+        return found
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        """Return what graphs of this block depend on besides arguments and values of parameters."""
+        return (
+            [*map(len, self._hooks), *map(_num_hooks, self._parameters)],
+            [module.training for module in self._modules],
+            [buffer.data_ptr() for table in self._buffers for buffer in table.values() if buffer is not None],
+            [weights.full.data_ptr() for weights in self.block.weights if weights.stays_unsharded],
+            [*map(_REQUIRES_GRAD.__get__, self._parameters)],
+        )
+
+    def change_since_capture(self) -> str:
+        """Return what has changed since the block was captured, or an empty string."""
+        now = self._surroundings()
+        if now == self._as_captured:
+            return ""
+        kinds = ("hooks", "the training mode", "buffers", "addresses of parameters", "frozen parameters")
+        pairs = zip(kinds, now, self._as_captured, strict=True)
+        return f"{', '.join(kind for kind, new, old in pairs if new != old)} changed since the capture"
+
+    def forget(self) -> None:
+        """Free the graphs of this block, to capture it again."""
+        self.states = {key: state for key, state in self.states.items() if isinstance(state, str)}
+
+
+def _flattened(weights: FlatWeights, gradients: Sequence[Tensor | None]) -> Gradients:
+    """Copy the gradients of parameters to a tensor with the layout of their flat parameter."""
+    present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+    if not present:
+        return Gradients(None, ())
+    flat = torch.zeros_like(weights.full)
+    views = weights.views_of(flat)
+    torch._foreach_copy_([views[index] for index in present], list(present.values()))
+    return Gradients(flat, tuple(present))
+
+
+def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _num_hooks(parameter: nn.Parameter) -> int:
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return len(parameter._backward_hooks or ()) + len(after or ())
+
+
+def _host_random_states() -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return [random.getstate(), torch.get_rng_state().tolist(), [str(part) for part in state]]
+
+
+@contextmanager
+def _synchronizations() -> Iterator[list[str]]:
+    """Collect the operations on this device that make the host wait for the GPU."""
+    found: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for item in caught:
+        if "synchronizing CUDA" in str(item.message):
+            found.append(f"{item.filename}:{item.lineno}")
+        else:
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+
+
+def _same(value: Any) -> Any:
+    return value
