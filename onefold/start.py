@@ -101,6 +101,7 @@ def initialize(
     if chosen is not None:
         chosen = fit_to_plan(chosen, plan)
     batch = solve_batch(settings, world)
+    _log_notices(batch.notices, speaks=is_first)
     number = num_comparisons() + 1
     if world > 1:
         assert_same_on_all_ranks(

@@ -13,7 +13,7 @@ TIER_MUTATIONS = [
     # mics_shard_size with a stage below 3.
     Mutation(
         "tier-mics-in-every-stage",
-        "onefold/config/checks.py",
+        "onefold/config/batch.py",
         "if zero.stage == 3 and zero.mics_shard_size > 0 else 1",
         "if zero.mics_shard_size > 0 else 1",
         "test_config.py test_plan.py test_mics.py",

@@ -16,7 +16,7 @@ from onefold.comm.hang_detector import world_detector
 from onefold.comm.mesh import Group
 from onefold.recorder import Track, recorded
 
-ROW = 16
+ROW = 17
 # How long to sleep between two polls of an exchange, in seconds: a fifth of the wait so far, so that no wait lasts much
 # longer than its exchange.
 _SHORTEST, _LONGEST, _PART = 0.00002, 0.02, 0.2

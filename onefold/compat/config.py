@@ -86,6 +86,7 @@ class DeepSpeedConfig:
         self.monitor_config = Monitoring(settings.tensorboard, settings.csv_monitor, settings.wandb, settings.comet)
         self.grad_accum_dtype = settings.data_types.grad_accum_dtype
         self.param_dtype, self.buffer_dtype = settings.data_types.param_dtype, settings.data_types.buffer_dtype
+        self.elasticity_enabled = settings.elasticity.enabled
         self.torch_autocast_enabled = settings.torch_autocast.enabled
 
     def _configure_train_batch_size(self) -> None:

@@ -69,6 +69,12 @@ _LEAF_MODULES = """
     get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
     set_z3_leaf_modules_by_suffix unset_z3_leaf_module unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 """
+_ELASTICITY = {
+    "elasticity": """
+        ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize compute_elastic_config elasticity_enabled
+        ensure_immutable_elastic_config
+    """,
+}
 _TORCH_DISTRIBUTED = """
     Backend P2POp ProcessGroup ReduceOp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object
     all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
@@ -78,6 +84,7 @@ _TORCH_DISTRIBUTED = """
     reduce_scatter_fn=reduce_scatter_tensor
 """
 NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("elasticity", "elasticity.config", "elasticity.elasticity"), _ELASTICITY),
     "": {
         ".": "dist=comm",
         ".inference.config": "DeepSpeedInferenceConfig",
@@ -276,11 +283,9 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
             init_offload_opt_states move_opt_states move_opt_states_sync offload_adam_states_for_init
         """,
     },
-    "elastic batch sizes (any checkpoint loads on any number of ranks: set the batch keys for the new number)": {
-        "elasticity elasticity.config elasticity.elasticity": """
-            compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent ElasticityConfig
-            ElasticityConfigError ElasticityError
-        """,
+    "an elastic agent (start the job with `onefold launch --max-restarts`)": {
+        "elasticity elasticity.elastic_agent": "DSElasticAgent",
+        "elasticity.config": "ElasticityConfig",
     },
     "dropping layers while training": {"runtime.progressive_layer_drop": "ProgressiveLayerDrop"},
     "estimates of curvature": {"runtime.eigenvalue": "Eigenvalue"},

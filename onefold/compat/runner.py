@@ -31,7 +31,7 @@ _SSH = ("pdsh", "ssh")
 # Flags that ask for what this launcher does not do, with what to do instead.
 _REFUSED = {
     "autotuning": "use `onefold tune` to search for a config",
-    "elastic_training": "the nodes of a job are fixed; checkpoints load on any number of ranks",
+    "elastic_training": "the nodes of a job are fixed; elasticity and checkpoints allow other nodes at the next start",
     "launcher_args": "options of ssh belong in ~/.ssh/config",
     "enable_each_rank_log": "redirect the output of the ranks in your script",
 }

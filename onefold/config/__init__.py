@@ -1,6 +1,7 @@
 """Reading of DeepSpeed's JSON or Accelerate's YAML into a frozen `Config`, without tensors or process groups."""
 
-from onefold.config.checks import Batch, check_topology, fp8_gather_conflict, num_replicas, solve_batch
+from onefold.config.batch import Batch, check_topology, num_replicas, solve_batch
+from onefold.config.checks import fp8_gather_conflict
 from onefold.config.read import check_built, load_config
 from onefold.config.schema import ActivationCheckpointing, Aio, Config
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam

@@ -1,24 +1,25 @@
-"""Checks across the keys of a config: old spellings, contradictions, notices and refusals, batch and group sizes.
+"""Checks across the keys of a config: old spellings, contradictions, notices and refusals.
 
 [Note: support status], in `keys.py`, explains notices and refusals.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+from onefold.config.elasticity import check_elasticity
 from onefold.config.keys import SectionKey, walk, wrong
 from onefold.config.params import is_8bit
 from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 from onefold.errors import ConfigError
 
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-_SEQUENCE = "sequence_parallel_size"
 
 
 @dataclass
@@ -117,6 +118,7 @@ def _move_offload(given: GivenKeys, old: str, new: str) -> None:
 
 def check(config: Config) -> None:
     """Raise a ConfigError for the first contradiction, with the keys and the fix."""
+    check_elasticity(config.elasticity, [name for name in _BATCH if getattr(config, name) is not None])
     contradiction = next(_contradictions(config), None)
     if contradiction is not None:
         raise ConfigError(contradiction)
@@ -175,7 +177,7 @@ def _contradictions(config: Config) -> Iterator[str]:
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation = config.gradient_accumulation_steps
     product = (micro or 1) * (accumulation or 1)
-    if train is not None and train % product:
+    if train is not None and train % product and not config.elasticity.enabled:
         yield (
             f"train_batch_size {train} is not a multiple of train_micro_batch_size_per_gpu {micro or 'any'} x "
             f"gradient_accumulation_steps {accumulation or 'any'} = {product}, so no number of ranks fits. "
@@ -283,6 +285,12 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
+    rolls_back = "rollback" in (own.nonfinite_gradients, own.loss_spike.factor and own.loss_spike.action)
+    if "onefold.max_rollbacks" in asked and not rolls_back:
+        yield (
+            "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients or onefold.loss_spike.action "
+            'is "rollback"'
+        )
     if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
         yield f"onefold.int8_min_numel: it has no effect without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and config.state_dtype == "fp32":
@@ -297,6 +305,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         yield "onefold.device_cache: it has no effect without zero_optimization.offload_optimizer or offload_param"
     if own.step_in_backward and zero.offload_optimizer.device == "none":
         yield "onefold.step_in_backward: it has no effect without zero_optimization.offload_optimizer"
+    if config.elasticity.enabled and config.elasticity.version == 0.1 and "elasticity.num_gpus_per_node" in asked:
+        yield "elasticity.num_gpus_per_node: it has no effect with elasticity.version 0.1, which counts ranks"
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
         yield "communication_data_type: it has no effect with zero_optimization.zero_quantized_gradients"
     if "onefold.node_sums_dtype" in asked and (own.collective != "auto" or zero.zero_quantized_gradients):
@@ -374,118 +384,3 @@ def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
     if entry.key.auto and value is None:
         value = "auto"
     return f"{name} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else name
-
-
-# -- the batch and the ranks of this job -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Consistent batch sizes: `train` = `micro` x `accumulation` x `world`.
-
-    `world` is the number of ranks with different samples: the ranks of a sequence count once.
-    """
-
-    train: int
-    micro: int
-    accumulation: int
-    world: int
-
-
-def solve_batch(config: Config, world_size: int) -> Batch:
-    """Compute the missing batch sizes from the given ones. Raise if there is no exact solution.
-
-    Any two of the three keys determine the third. With `train_batch_size` or `train_micro_batch_size_per_gpu` alone,
-    the accumulation is 1.
-    """
-    if world_size < 1:
-        raise ConfigError(f"the world size is {world_size}. Pass at least 1.")
-    _check_divides(world_size, {_SEQUENCE: config.sequence_parallel_size})
-    world_size //= config.sequence_parallel_size
-    train = config.train_batch_size
-    micro = config.train_micro_batch_size_per_gpu
-    accumulation = config.gradient_accumulation_steps
-    if train is None and micro is None:
-        has = "" if accumulation is None else f" in addition to gradient_accumulation_steps {accumulation}"
-        raise ConfigError(f"the batch size is not set. Add train_micro_batch_size_per_gpu or train_batch_size{has}.")
-    if train is not None and micro is not None and accumulation is None:
-        accumulation = _divide(train, micro, world_size, "gradient_accumulation_steps", "micro")
-    accumulation = accumulation or 1
-    if micro is None:
-        assert train is not None
-        micro = _divide(train, accumulation, world_size, "train_micro_batch_size_per_gpu", "accumulation")
-    product = micro * accumulation * world_size
-    if train is not None and product != train:
-        raise ConfigError(
-            f"train_batch_size {train} is not micro {micro} x accumulation {accumulation} x world {world_size} = "
-            f"{product}. Write train_batch_size {product}, or leave one of the three keys out"
-            f"{_rank_hint(train, micro * accumulation, world_size)}"
-        )
-    return Batch(product, micro, accumulation, world_size)
-
-
-def _divide(train: int, by: int, world_size: int, missing: str, name: str) -> int:
-    product = by * world_size
-    if train % product:
-        nearest = max(1, round(train / product)) * product
-        raise ConfigError(
-            f"{missing} = train_batch_size {train} / ({name} {by} x world {world_size} = {product}) is "
-            f"{train / product:.4g}, not a whole number. Write train_batch_size {nearest}"
-            f"{_rank_hint(train, by, world_size)}"
-        )
-    return train // product
-
-
-def _rank_hint(train: int, by: int, world_size: int) -> str:
-    """Return a hint for two common mistakes in the number of ranks.
-
-    Either the ranks were started separately, each with a world size of 1, or a library assumes one process, as
-    Accelerate does without a GPU.
-    """
-    if train == by:
-        return (
-            f" (it fits 1 rank, but there are {world_size}. Without a GPU, accelerate detects one process: pass "
-            "use_cpu=True to TrainingArguments, or to Accelerator "
-            "kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')])"
-        )
-    return f" (it fits {train // by} ranks: check that all of them are started)" if train % by == 0 else ""
-
-
-def check_topology(config: Config, world_size: int) -> None:
-    """Raise unless all group sizes divide the world size and only one kind of group is requested."""
-    zero = config.zero_optimization
-    if config.onefold.node_sums_dtype == "fp16" and not config.fp16.enabled:
-        raise ConfigError(
-            'onefold.node_sums_dtype = "fp16" needs fp16.enabled, because sums overflow without a loss scale. Use '
-            '"bf16" or "fp32".'
-        )
-    sizes = {"onefold.node_size": config.onefold.node_size, _SEQUENCE: config.sequence_parallel_size}
-    if zero.stage == 3:
-        sizes["zero_optimization.zero_hpz_partition_size"] = zero.zero_hpz_partition_size
-        sizes["zero_optimization.mics_shard_size"] = max(zero.mics_shard_size, 0)
-    _check_divides(world_size, sizes)
-    if num_replicas(config, world_size) == 1:
-        return
-    if zero.mics_shard_size == 1:
-        raise ConfigError("zero_optimization.mics_shard_size = 1 does not shard anything; use stage 0")
-    hpz, quantized = zero.zero_hpz_partition_size > 1, zero.zero_quantized_gradients
-    for name, asked in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
-        if asked:
-            raise ConfigError(
-                f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
-                f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
-            )
-
-
-def _check_divides(world_size: int, sizes: Mapping[str, int | None]) -> None:
-    """Raise unless the sizes of groups, by key, divide the number of ranks."""
-    for path, size in sizes.items():
-        if size and world_size % size:
-            fit = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
-            raise ConfigError(f"{path} = {size} does not divide the {world_size} ranks of this job. Use one of {fit}.")
-
-
-def num_replicas(config: Config, world_size: int) -> int:
-    """Return the number of groups of ranks that each hold all model states."""
-    zero = config.zero_optimization
-    return world_size // zero.mics_shard_size if zero.stage == 3 and zero.mics_shard_size > 0 else 1

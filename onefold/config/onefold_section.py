@@ -30,6 +30,26 @@ class TraceSection:
 
 
 @dataclass(frozen=True)
+class LossSpikeSection:
+    """Check of the mean loss of each step against the losses of the last steps ([guards](guards.md))."""
+
+    factor: float | None = key(
+        None,
+        "Number of standard deviations, estimated from the median absolute deviation, by which a loss may exceed the "
+        "median of the last `window` losses. By default, losses are not checked.",
+        above=0,
+        or_false=True,
+    )
+    window: int = key(64, "Number of steps whose losses are compared.", minimum=2, switch="factor")
+    action: Literal["warn", "raise", "skip", "rollback"] = key(
+        "warn",
+        "Reaction to a larger loss, on all ranks. warn: log a warning and step; raise: raise `LossSpikeError` before "
+        "any weight changes; skip: skip the step; rollback: load the last checkpoint.",
+        switch="factor",
+    )
+
+
+@dataclass(frozen=True)
 class OnefoldSection:
     """Keys that are specific to onefold. DeepSpeed does not have them."""
 
@@ -78,11 +98,22 @@ class OnefoldSection:
         "the next step. The check reads two more bytes per parameter. false: writes to parameters that have a master "
         "weight are lost.",
     )
-    nonfinite_gradients: Literal["auto", "raise", "skip", "ignore"] = key(
+    nonfinite_gradients: Literal["auto", "raise", "skip", "ignore", "rollback"] = key(
         "auto",
         "Reaction of a step, on all ranks, to an infinite or NaN gradient. raise: `FloatingPointError` with the units "
-        "and ranks, before any weight changes; skip: skip the step; ignore: step as plain torch does. auto: fp16 "
-        "skips, bf16 follows `check_grad_overflow`, fp32 raises.",
+        "and ranks, before any weight changes; skip: skip the step; ignore: step as plain torch does; rollback: load "
+        "the last checkpoint that the engine has saved or loaded, and continue with the next batch. auto: fp16 skips, "
+        "bf16 follows `check_grad_overflow`, fp32 raises.",
+    )
+    max_rollbacks: int = key(
+        3, "Number of rollbacks without a step beyond those reached before, after which the error is raised.", minimum=0
+    )
+    loss_spike: LossSpikeSection = section(LossSpikeSection)
+    replica_check_every: int | None = key(
+        None,
+        "Number of steps between two comparisons of what all ranks must have with the same bits: unsharded parameters "
+        "and buffers. A difference raises `ReplicaError` with units and ranks. By default, nothing is compared.",
+        minimum=1,
     )
     state_dtype: Literal["fp32", "int8", "bf16"] = key(
         "fp32",

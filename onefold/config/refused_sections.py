@@ -29,25 +29,6 @@ class FlopsProfiler:
 
 
 @dataclass(frozen=True)
-class Elasticity:
-    """Batch sizes that fit several numbers of ranks."""
-
-    enabled: bool = refused(
-        False, "Choose the batch size from the number of ranks.", "elastic batch sizes come with a later release"
-    )
-    max_train_batch_size: int | None = _if_enabled(None, "Maximum batch size.")
-    micro_batch_sizes: tuple[int, ...] = _if_enabled((), "Micro-batch sizes to choose from.")
-    min_gpus: int = _if_enabled(1, "Minimum number of ranks.")
-    max_gpus: int = _if_enabled(10_000, "Maximum number of ranks.")
-    num_gpus_per_node: int = _if_enabled(1, "Ranks per node.")
-    model_parallel_size: int = _if_enabled(1, "Size of the model-parallel group.")
-    min_time: int = _if_enabled(0, "Minimum number of minutes between two changes.")
-    prefer_larger_batch: bool = _if_enabled(True, "Prefer the larger batch size.", aliases=("prefer_large_batch",))
-    ignore_non_elastic_batch_info: bool = _if_enabled(False, "Ignore the batch size keys.")
-    version: float = _if_enabled(0.2, "Version of the elasticity algorithm.")
-
-
-@dataclass(frozen=True)
 class Autotuning:
     """Search for the fastest config by running experiments."""
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from onefold.config.elasticity import Elasticity
 from onefold.config.keys import Dtype, Key, key, noticed, refused, section
 from onefold.config.monitoring import Comet, CommsLogger, FileMonitor, Timers, Wandb
 from onefold.config.onefold_section import OnefoldSection
 from onefold.config.params import is_8bit
 from onefold.config.precision import Bf16, DataTypes, Fp8, Fp16, TorchAutocast
-from onefold.config.refused_sections import Autotuning, Compile, Elasticity, FlopsProfiler, Nebula
+from onefold.config.refused_sections import Autotuning, Compile, FlopsProfiler, Nebula
 from onefold.config.zero_optimization import ZeroOptimization
 
 _SCOPE = "it is outside onefold's scope, which is ZeRO data parallelism; leave it out"

@@ -19,6 +19,7 @@ from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.pool import Pool
+from onefold.recovery.replica_check import ReplicaCheck
 from onefold.runtime import Schedule, lay_out, unsharded_shape
 from onefold.sequence import make_sequence_parallel
 from onefold.tiled_loss import check_losses, tile_losses
@@ -51,6 +52,8 @@ def build_state(
     trained = {id(each) for param in schedule.trained_params() for each in param.parameters}
     left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained and id(p) not in shared]
     decision = StepDecision(plan, schedule)
+    if plan.guards.replica_check_every is not None and group.size > 1:
+        decision.replica_check = ReplicaCheck(schedule, model, plan.guards.replica_check_every)
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
     sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
     state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)

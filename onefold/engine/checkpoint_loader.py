@@ -91,8 +91,12 @@ class CheckpointLoader:
         lr_scheduler_states: bool,
         module_only: bool,
         custom: Callable[..., None] | None,
+        keeps_position: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint and return its path and client state, or (None, None). See `Engine.load_checkpoint`."""
+        """Load a checkpoint and return its path and client state, or (None, None). See `Engine.load_checkpoint`.
+
+        `keeps_position`: do not restore the data position and random states.
+        """
         state = self._state
         state.schedule.check_awake()
         state.flush()
@@ -107,7 +111,7 @@ class CheckpointLoader:
             optimizer=optimizer_states and not module_only and state.step is not None,
             scheduler=lr_scheduler_states and not module_only and state.lr_scheduler is not None,
             job=not module_only,
-            exactly=not module_only and (optimizer_states or state.step is None),
+            exactly=not module_only and not keeps_position and (optimizer_states or state.step is None),
             custom=custom,
         )
         # Each rank reads its shards. Folders may differ between ranks, because nodes may mount them at other paths.
@@ -126,6 +130,8 @@ class CheckpointLoader:
             with ExitStack() as stack:
                 problem, found = self._read(Path(load_dir, names[0]), options, stack)
                 if found is not None:
+                    if options.optimizer and custom is None:
+                        self._saver.last = found.checkpoint.folder.absolute()
                     return str(found.checkpoint.folder), self._finish(found, options)
             tried.append(names.pop(0))
             if not names and tag is None:  # another running job may have saved new ones and removed these
@@ -357,6 +363,8 @@ class CheckpointLoader:
         state.skipped_steps = counters["skipped_steps"]
         state.window.resume(counters["micro_steps"])
         state.decision.forget_norm()
+        if state.decision.loss_guard is not None:
+            state.decision.loss_guard.load_state_dict(found.state.get("losses", ()))
         if not options.exactly:
             return
         if self._restores_data(found, options):

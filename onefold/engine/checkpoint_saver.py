@@ -40,6 +40,8 @@ class CheckpointSaver:
         name = state.schedule.agreement.broadcast_text("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
+        self.last: Path | None = None
+        """The folder of the last checkpoint that the program has saved, or loaded as a whole, on this rank."""
         self.refuses_open_window = True
         """Whether a save inside an accumulation window raises. Otherwise it warns."""
         self.coordinator = SaveCoordinator(
@@ -92,6 +94,7 @@ class CheckpointSaver:
         self.coordinator.save(
             options, lambda: self._header(client_state, exclude_frozen), lambda theirs: self._validate_tag(tag, theirs)
         )
+        self.last = Path(save_dir, tag).absolute()
 
     def whole_state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """Return the unsharded state dict of the model. See `Engine.module_state_dict`."""
@@ -195,6 +198,7 @@ class CheckpointSaver:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
             "loss_scale": state.decision.loss_scale.state_dict(),
+            **({"losses": state.decision.loss_guard.state_dict()} if state.decision.loss_guard is not None else {}),
             "counters": {
                 "global_steps": state.global_steps,
                 "global_samples": state.global_samples,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from onefold.checkpoint.saving.save_coordinator import LINGER
 from onefold.engine.checkpoint_saver import CheckpointSaver
@@ -106,14 +107,35 @@ def close_unreachable(parts: EngineParts) -> None:
     parts.close()
 
 
+# -- the engine of a model --------------------------------------------------------------------------------------
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The open engine of each model. A second `initialize` on a model closes the first engine."""
+
+
+def register_engine(model: nn.Module, engine: Any) -> None:
+    """Record the engine of a model."""
+    _engines[model] = weakref.ref(engine)
+    _watch_collector()
+
+
+def close_engine_of(model: nn.Module) -> None:
+    """Close the engine that a model already has."""
+    reference = _engines.pop(model, None)
+    previous = reference() if reference is not None else None
+    if previous is not None:
+        logger.info("the earlier engine of the model is closed and its states are freed")
+        previous.close()
+
+
 # -- Python's garbage collector ---------------------------------------------------------------------------------
 
 _is_collecting = False
 """Whether the garbage collector runs."""
 
 
-def watch_collector() -> None:
-    """Set `_is_collecting` while the garbage collector runs. Each engine calls this when it is made."""
+def _watch_collector() -> None:
+    """Set `_is_collecting` while the garbage collector runs. Each engine calls this when it is registered."""
     if _note_collection not in gc.callbacks:
         gc.callbacks.append(_note_collection)
 

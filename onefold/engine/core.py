@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,28 +18,27 @@ from onefold.config import Batch
 from onefold.engine.build_state import build_state
 from onefold.engine.checkpoint_loader import CheckpointLoader
 from onefold.engine.checkpoint_saver import CheckpointSaver
-from onefold.engine.closing import EngineParts, close_unreachable, pause_collector, watch_collector
+from onefold.engine.closing import EngineParts, close_engine_of, close_unreachable, pause_collector, register_engine
 from onefold.engine.compiled_units import CompiledUnits
 from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.model_events import ModelEvents
 from onefold.engine.model_memory import ModelMemory
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
+from onefold.engine.step_guards import StepGuards
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
 from onefold.log import logger
 from onefold.optim.chosen import ChosenOptimizer
-from onefold.optim.decision import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Plan
+from onefold.recovery.refused_step import RefusedStepError
 from onefold.report.memory_usage import memory_status
 from onefold.report.monitors import MonitorMaster
 from onefold.report.timeline import Timeline
 from onefold.report.trace_window import TraceWindow
 from onefold.runtime.torch_internals import cast_floats
 
-# A model has one live engine: a second `initialize` on it closes the first.
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 # The first pass records the order of collectives, and the second fills the pools. What else they allocated is freed.
 _STEPS_TO_SETTLE = 2
 
@@ -72,7 +72,7 @@ class Engine(nn.Module):
         plans_with_less: Mapping[str, Plan] | None = None,
     ) -> None:
         super().__init__()
-        _close_engine_of(model)
+        close_engine_of(model)
         self.monitor, record = MonitorMaster(plan.loop.monitoring), open_record(plan.loop, group)
         self.device = device
         self.ledger = Ledger()
@@ -105,13 +105,13 @@ class Engine(nn.Module):
         schedule.guard.start()
         self._modules["module"] = model
         self.training = model.training
-        _engines[model] = weakref.ref(self)
+        register_engine(model, self)
         self._saver = CheckpointSaver(self.state)
         self._loader = CheckpointLoader(self.state, self._saver)
+        self._guards = StepGuards(self.state, self._saver, self._loader)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
         parts = EngineParts(self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled)
-        watch_collector()
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
         self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else lambda: None
@@ -147,7 +147,7 @@ class Engine(nn.Module):
             loss = loss / self.batch.accumulation
         with self._phase("backward"):
             state.begin_backward(divisor=1)
-            decision.losses.append(loss.detach())
+            decision.add_loss(loss.detach())
             try:
                 scaled = loss.float() * decision.loss_scale.value if decision.scales_loss else loss
                 with self._memory_errors.explained("backward"):  # measures memory before gradients are dropped
@@ -188,7 +188,9 @@ class Engine(nn.Module):
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
             self._reports.begin_step()
             with self._phase("step"), self._memory_errors.explained("step"):
-                self._take_step(self.optimizer)
+                taken = self._guards.run(partial(self._take_step, self.optimizer))
+            if not taken:
+                return
             state.global_steps += 1
             state.global_samples += self.batch.train
         state.window.micro_steps += 1
@@ -220,7 +222,7 @@ class Engine(nn.Module):
         self._saver.wait_until_copied()
         try:
             taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saver.failed)
-        except NonFiniteError:
+        except RefusedStepError:
             self.zero_grad()
             state.window.restart()
             schedule.end_step()
@@ -235,7 +237,7 @@ class Engine(nn.Module):
         decision.loss_scale.update(overflow=optimizer.overflow)
         if not decision.applied:
             state.skipped_steps += 1
-            if state.group.rank == 0 and decision.scales_loss:
+            if state.group.rank == 0 and optimizer.overflow and decision.scales_loss:
                 logger.info("step skipped: overflow, loss scale %g -> %g", before, decision.loss_scale.value)
             elif state.group.rank == 0:
                 logger.warning("step skipped: %s", decision.problem)
@@ -489,12 +491,3 @@ class Engine(nn.Module):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-
-def _close_engine_of(model: nn.Module) -> None:
-    """Close the engine that a model already has."""
-    reference = _engines.pop(model, None)
-    previous = reference() if reference is not None else None
-    if previous is not None:
-        logger.info("the earlier engine of the model is closed and its states are freed")
-        previous.close()

@@ -110,7 +110,7 @@ class TrainState:
         if self.step is not None:
             self.step.abort_backward()
         self.schedule.abort_backward()
-        self.decision.losses.clear()
+        self.decision.forget_losses()
         if self.window.restart():
             logger.warning("a backward raised inside an accumulation window. The window is restarted")
 
@@ -123,7 +123,7 @@ class TrainState:
         if self.schedule.context.in_backward:
             self.abort_backward()
         self.window.close()
-        self.decision.losses.clear()
+        self.decision.forget_losses()
         self.schedule.drop_gradients()
 
     def make_loader(

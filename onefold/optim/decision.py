@@ -9,17 +9,16 @@ import torch
 
 from onefold.comm.agreement import as_float, as_integer
 from onefold.optim.loss_scale import build_loss_scale
-from onefold.optim.norm import GroupDigest, StepNorm, StepScalars, exchange_scalars
+from onefold.optim.norm import GroupDigest, HostCopy, StepNorm, StepScalars, exchange_scalars
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
+from onefold.recovery.loss_guard import LossGuard
+from onefold.recovery.refused_step import NonFiniteError
+from onefold.recovery.replica_check import ReplicaCheck
 from onefold.runtime import FlatParam, Schedule
 
 # The number of units that a message lists by name.
 _MAX_NAMES = 3
-
-
-class NonFiniteError(FloatingPointError):
-    """Gradients of a step that are not finite. No weight is changed on any rank, and the gradients are dropped."""
 
 
 class StepDecision:
@@ -36,18 +35,34 @@ class StepDecision:
     """
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
-        self._scaling = plan.scaling
+        self._scaling, self._nonfinite = plan.scaling, plan.guards.nonfinite
         self.scales_loss = plan.scaling.loss_scale.enabled
         self.loss_scale = build_loss_scale(plan.scaling)
         # A description of the gradients that were not finite in the last skipped step.
         self.problem = ""
         # The losses of the backward passes since the last step, as far as the engine received them.
         self.losses: list[torch.Tensor] = []
+        self._copies: list[HostCopy] = []
+        reads, is_first = plan.guards.reads_losses, schedule.in_flight.collective.group.rank == 0
+        self.loss_guard = LossGuard(plan.guards, speaks=is_first) if reads else None
+        # The comparison of replicas, if the config requests it.
+        self.replica_check: ReplicaCheck | None = None
         # Whether the last step was applied.
         self.applied = False
         self._scalars: StepScalars | None = None
         self._unscaled = 1.0
         self._schedule = schedule
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Record the loss of a backward. Its copy to the host does not wait for the backward."""
+        self.losses.append(loss)
+        if self.loss_guard is not None:
+            self._copies.append(HostCopy(loss.reshape(()).double()))
+
+    def forget_losses(self) -> None:
+        """Discard the losses of the backward passes since the last step."""
+        self.losses.clear()
+        self._copies.clear()
 
     def take(self, step: ShardedStep, optimizer: torch.optim.Optimizer, divisor: int, *, alarm: bool = False) -> bool:
         """Step with the reduced gradients divided by `divisor`. Skip the step, or raise, if they are not finite.
@@ -64,7 +79,17 @@ class StepDecision:
             self._schedule.reduce_late()
             scalars = self._exchange(groups, waits=waits)
         self._scalars, self._unscaled = scalars, self.unscale(divisor)
-        checks = self._scaling.nonfinite != "ignore"
+        if self.replica_check is not None:
+            self.replica_check.run()
+        refusal = self.loss_guard.judge(scalars.losses) if self.loss_guard is not None else None
+        if refusal is not None:
+            step.give_up_early("a skipped step")
+            step.overflow = self.applied = False
+            self.problem = refusal.problem
+            if refusal.error is not None:
+                raise refusal.error
+            return True
+        checks = self._nonfinite != "ignore"
         # All ranks must decide the same way, because a queued step launches collectives.
         on_device = scalars.square.is_cuda and not scalars.waits
         if on_device:
@@ -86,10 +111,12 @@ class StepDecision:
             step.give_up_early("a skipped step")
         if step.overflow and not self.scales_loss:
             self.problem = _describe_nonfinite(self._schedule, self.losses)
-            if self._scaling.nonfinite == "raise":
+            if self._nonfinite in ("raise", "rollback"):
                 raise NonFiniteError(
-                    f"{self.problem}. No weight was changed, and the gradients are dropped, so another batch may "
-                    'follow. Set onefold.nonfinite_gradients to "skip" to skip such steps, or "ignore" to run them.'
+                    self.problem,
+                    "No weight was changed, and the gradients are dropped, so another batch may follow. Set "
+                    'onefold.nonfinite_gradients to "skip" to skip such steps, or "ignore" to run them.',
+                    rolls_back=self._nonfinite == "rollback",
                 )
         return True
 
@@ -119,7 +146,9 @@ class StepDecision:
         late = bool(self._schedule.late_units())
         if not params and not late and self._schedule.trained_units:
             raise RuntimeError("engine.step() without a backward since the last one. Call engine.backward first.")
-        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits)
+        # After `engine.backward`, losses are divided by the accumulation count, so that their sum is the mean.
+        loss = sum(copy.read() for copy in self._copies) if self._copies else None
+        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits, loss=loss)
 
     def _clip_coefficient(self) -> float:
         norm = self.norm if self._scaling.clipping > 0 else None

@@ -23,10 +23,12 @@ from onefold.runtime import FlatParam, Schedule
 
 # The call that a row is sent for. Methods of the optimizer are numbered from 1.
 _STEP = 0
-# The second number of a row has three flags, and the call in its upper bits.
-_LATE, _ALARM, _WAITS, _CALL = 1, 2, 4, 8
+# The second number of a row has four flags, and the call in its upper bits.
+_LATE, _ALARM, _WAITS, _HAS_LOSS, _CALL = 1, 2, 4, 8, 16
 # The indices of two digests in a row: of changes to parameters, and of parameter groups.
 _CHANGES, _GROUPS = 2, 3
+# The index of the loss in a row.
+_LOSS = 4
 
 
 class HostCopy:
@@ -55,11 +57,15 @@ class StepScalars:
     """The result of the exchange before a step: the square sum of all gradients, and flags that any rank has set.
 
     `square` is on the device if devices exchanged it. `late`: a rank has gradients that are not reduced yet. `alarm`: a
-    rank requests that no rank steps. `waits`: a rank must know the norm before it steps.
+    rank requests that no rank steps. `waits`: a rank must know the norm before it steps. `losses` has the loss of each
+    rank, or None where it is unknown.
     """
 
-    def __init__(self, square: torch.Tensor, *, late: bool, alarm: bool, waits: bool) -> None:
+    def __init__(
+        self, square: torch.Tensor, losses: Sequence[float | None], *, late: bool, alarm: bool, waits: bool
+    ) -> None:
         self.square, self.late, self.alarm, self.waits = square, late, alarm, waits
+        self.losses = losses
         self.copy = HostCopy(square)
 
     @cached_property
@@ -99,8 +105,9 @@ def exchange_scalars(
     late: bool,
     alarm: bool = False,
     waits: bool = False,
+    loss: float | None = None,
 ) -> StepScalars:
-    """Exchange the square sums of the reduced gradients and the flags of all ranks (see `StepScalars`).
+    """Exchange the square sums of the reduced gradients, the flags and the losses of all ranks (see `StepScalars`).
 
     Raise if `groups` is not consistent across ranks.
     """
@@ -108,11 +115,12 @@ def exchange_scalars(
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.synchronize_for_step([])
-        return StepScalars(mine, late=late, alarm=alarm, waits=waits)
+        return StepScalars(mine, [loss], late=late, alarm=alarm, waits=waits)
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
-    flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS
+    flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS + int(loss is not None) * _HAS_LOSS
     first = schedule.in_flight.num_reductions if on_device else as_integer(mine.item())
-    rows = _synchronize(schedule, _STEP, first, flags, groups.digest if groups else 0)
+    rows = _synchronize(schedule, _STEP, first, flags, groups.digest if groups else 0, as_integer(loss or 0.0))
+    losses = [as_float(row[_LOSS]) if row[1] & _HAS_LOSS else None for row in rows]
     if on_device:
         _check_reductions(schedule, [row[0] for row in rows])
     if groups is not None and len({row[_GROUPS] for row in rows}) > 1:
@@ -127,11 +135,11 @@ def exchange_scalars(
     if on_device:
         # If there are late gradients, they are reduced first, and this exchange is repeated.
         total = mine if late or alarm else schedule.in_flight.gather_numbers("gather of the norm", mine).sum()
-        return StepScalars(total, late=late, alarm=alarm, waits=waits)
+        return StepScalars(total, losses, late=late, alarm=alarm, waits=waits)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
-    return StepScalars(torch.tensor(square, dtype=torch.float64), late=late, alarm=alarm, waits=waits)
+    return StepScalars(torch.tensor(square, dtype=torch.float64), losses, late=late, alarm=alarm, waits=waits)
 
 
 def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:
@@ -166,7 +174,9 @@ def compare_written_groups(schedule: Schedule, optimizer: str, groups: Sequence[
         )
 
 
-def _synchronize(schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups: int = 0) -> list[list[int]]:
+def _synchronize(
+    schedule: Schedule, call: int, first: int = 0, flags: int = 0, groups: int = 0, loss: int = 0
+) -> list[list[int]]:
     """Exchange one row of numbers per rank, and return the rows of all ranks.
 
     Raise if a rank makes another call, or has frozen, dropped or written other parameters since the last exchange.
@@ -177,7 +187,7 @@ def _synchronize(schedule: Schedule, call: int, first: int = 0, flags: int = 0, 
         "written": ", ".join(schedule.written_names()),
     }
     changes_digest = _digest(changes) if any(changes.values()) else 0
-    rows = schedule.synchronize_for_step([first, flags + call * _CALL, changes_digest, groups])
+    rows = schedule.synchronize_for_step([first, flags + call * _CALL, changes_digest, groups, loss])
     schedule.note_values()
     calls = ["engine.step()", *(f"optimizer.{method}()" for method in METHODS)]
     made = [row[1] // _CALL for row in rows]

@@ -13,6 +13,7 @@ from onefold.config.signature import check_arguments
 from onefold.plan.buffers import BufferKind, BufferSpec, FlatParamSpec, Residency, StateSpec
 from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.fp8_plan import Fp8Plan
+from onefold.plan.guards import Guards
 from onefold.plan.layout import Layout, Member
 from onefold.plan.memory import BufferBytes, ModelBytes, count_buffers, count_bytes, count_unit_in_use
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec

@@ -16,6 +16,7 @@ from onefold.config.schema import Aio, CheckpointSection
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.activations import Activations, make_activations
 from onefold.plan.fp8_plan import Fp8Plan, make_fp8_plan
+from onefold.plan.guards import Guards, make_guards
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats
@@ -114,7 +115,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The factors of gradients and losses, and the handling of nonfinite gradients."""
+    """The factors of gradients and losses, and clipping."""
 
     prescale: float = 1.0
     """The factor of gradients before they are summed over ranks."""
@@ -123,7 +124,6 @@ class Scaling:
     loss_scale: Fp16 = field(default_factory=Fp16)
     """The loss scaling. It is also enabled for autocast to fp16."""
     clipping: float = 0.0
-    nonfinite: Literal["raise", "skip", "ignore"] = "raise"
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ class Plan:
     fp8: Fp8Plan | None = None
     cut: Cut = field(default_factory=Cut)
     scaling: Scaling = field(default_factory=Scaling)
+    guards: Guards = field(default_factory=Guards)
     offload: Offload = field(default_factory=Offload)
     loop: Loop = field(default_factory=Loop)
     optimizer: OptimizerSpec | None = None
@@ -323,6 +324,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             zero.stage3_model_persistence_threshold,
         ),
         scaling=_scaling(config, world_size),
+        guards=make_guards(config),
         offload=Offload(
             zero.offload_optimizer,
             zero.offload_param,
@@ -360,7 +362,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
         offloaded_step=own.offloaded_step,
         delays_host=own.delayed_host_step and optimizer_tier is not Tier.DEVICE,
         steps_in_backward=_steps_in_backward(config),
-        speculates=_steps_in_backward(config) and _depends_on_all_gradients(_scaling(config, world_size)),
+        speculates=_steps_in_backward(config) and _depends_on_all_gradients(config),
         reduce_bucket=zero.reduce_bucket_size,
         gather_bucket=max(1, zero.allgather_bucket_size),
         limits=Limits(
@@ -459,7 +461,6 @@ def _scaling(config: Config, world_size: int) -> Scaling:
         postscale=after,
         loss_scale=replace(config.fp16, enabled=scales_loss),
         clipping=config.gradient_clipping,
-        nonfinite=_nonfinite(config, scales_loss=scales_loss),
     )
 
 
@@ -475,26 +476,6 @@ def _steps_in_backward(config: Config) -> bool:
     return config.zero_optimization.offload_optimizer.device != "none"
 
 
-def _depends_on_all_gradients(scaling: Scaling) -> bool:
-    """Return whether a step may be clipped or skipped, which is known only after the last gradient."""
-    return scaling.clipping > 0 or scaling.nonfinite != "ignore"
-
-
-def _nonfinite(config: Config, *, scales_loss: bool) -> Literal["raise", "skip", "ignore"]:
-    """Return the handling of nonfinite gradients.
-
-    fp16 and bf16 follow DeepSpeed. Otherwise the default is to raise, because the step would turn all weights into NaN.
-    """
-    requested = config.onefold.nonfinite_gradients
-    if scales_loss:
-        if requested not in ("auto", "skip"):
-            raise ConfigError(
-                f"onefold.nonfinite_gradients is {requested!r} with fp16: the loss scale is found by gradients that "
-                'overflow, and such steps are always skipped. Leave it out or write "skip"'
-            )
-        return "skip"
-    if requested != "auto":
-        return requested
-    if config.bf16.enabled:
-        return "skip" if config.bf16.check_grad_overflow else "ignore"
-    return "raise"
+def _depends_on_all_gradients(config: Config) -> bool:
+    """Return whether a step may be clipped or refused, which is known only after the last gradient."""
+    return config.gradient_clipping > 0 or make_guards(config).may_refuse

@@ -282,7 +282,7 @@ class Order:
     # -- negotiating --------------------------------------------------------------------------------------------
 
     def synchronize(self, request: IntEnum, numbers: Sequence[int]) -> list[list[int]]:
-        """Synchronize with all ranks, and return up to four numbers of each of them. `request` is a `Request`."""
+        """Synchronize with all ranks, and return up to five numbers of each of them. `request` is a `Request`."""
         return [row[_OWN : _OWN + len(numbers)] for row in self._negotiate(Request(request), 0, numbers)]
 
     def _negotiate(self, request: Request, value: int, own: Sequence[int] = ()) -> list[list[int]]:

@@ -556,7 +556,6 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
         *(
             ({name: {"enabled": True}}, f"{name}.enabled")
             for name in (
-                "elasticity",
                 "autotuning",
                 "flops_profiler",
                 "nebula",

@@ -47,6 +47,8 @@ COUNT_ALONE = {
     "sequence_parallel_size",
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",
+    "onefold.loss_spike.factor",
+    "onefold.replica_check_every",
     "onefold.nccl_error_handling",
     "onefold.trace.steps",
     "onefold.trace.memory_snapshot",
@@ -81,6 +83,7 @@ NEEDS_MORE = {
     "zero_optimization.offload_optimizer.device": "offload_optimizer needs stage 1",
     "fp16.fp16_master_weights_and_grads": "fp16.fp16_master_weights_and_grads needs zero_optimization.stage",
     "bf16.bf16_master_weights_and_grads": "bf16.bf16_master_weights_and_grads needs zero_optimization.stage",
+    "elasticity.enabled": "elasticity.enabled needs elasticity.max_train_batch_size",
     "onefold.master_dtype": "onefold.master_dtype = bf16_int16 needs bf16 weights",
 }
 

@@ -52,7 +52,13 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "a comment: //": BATCH | {"//": "from our wiki", "zero_optimization": ZERO2},
     "ArcticTraining: sequence_parallel_size": BATCH | {"zero_optimization": ZERO3, "sequence_parallel_size": 2},
     "DeepSpeed: elasticity": BATCH
-    | {"zero_optimization": ZERO2, "elasticity": {"enabled": True, "max_train_batch_size": 8, "min_gpus": 1}},
+    | {
+        "zero_optimization": ZERO2,
+        "elasticity": {
+            "enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2], "min_gpus": 1, "min_time": 20,
+            "ignore_non_elastic_batch_info": True,
+        },
+    },
     "DeepSpeed: deepcompile": BATCH | {"zero_optimization": ZERO3, "compile": {"deepcompile": True}},
     "DeepSpeed: zenflow": BATCH
     | {"zero_optimization": ZERO2 | {"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}},

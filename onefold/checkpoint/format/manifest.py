@@ -336,6 +336,8 @@ def check_decoded_state(state: Any, where: str) -> None:
         for number, group in enumerate(state["optimizer"]["groups"]):
             check_object(group, where)
             _check_ranges(group, f"optimizer.groups[{number}]")
+    for number, loss in enumerate(check_list(state.get("losses", []), "losses")):
+        check_finite(loss, f"losses[{number}]")
     scale = state["loss_scale"]
     if scale is None:
         return

@@ -200,4 +200,4 @@ def _step(engine: Engine, *, offloads: bool) -> None:
         schedule.wait_for_step()
     engine.zero_grad()
     engine.state.window.close()
-    engine.state.decision.losses.clear()
+    engine.state.decision.forget_losses()
