@@ -43,6 +43,7 @@ COUNT_ALONE = {
     "onefold.units",
     "onefold.batch_chunks",
     "onefold.tiled_loss",
+    "onefold.cuda_graphs",
     "onefold.tiled_mlp",
     "sequence_parallel_size",
     "onefold.honour_writes",
