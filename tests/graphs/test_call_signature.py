@@ -88,9 +88,15 @@ def test_static_copies_have_values_and_strides(source):
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_graphs_need_a_cuda_device():
-    with pytest.raises(ConfigError, match=r"onefold.cuda_graphs needs a CUDA device, but the model is on cpu"):
+def start_on_a_cpu() -> str:
+    with pytest.raises(ConfigError) as error:
         start(Net(), config(2, onefold={"cuda_graphs": True}))
+    return str(error.value)
+
+
+def test_graphs_need_a_cuda_device(on_ranks):
+    (message,) = on_ranks(1, start_on_a_cpu)
+    assert "onefold.cuda_graphs needs a CUDA device, but the model is on cpu" in message
 
 
 def test_graphs_and_chunks_exclude_each_other():
