@@ -244,8 +244,8 @@ BUDGETS = {
     "report": 1_660,
     "runtime": 6_110,
     "sequence": 1_300,
-    "tools": 8_595,
-    "top": 2_100,
+    "tools": 8_980,
+    "top": 2_115,
     "utils": 550,
 }
 
