@@ -279,10 +279,10 @@ TIER_MUTATIONS = [
     # A rank that a signal has killed.
     Mutation(
         "tier-killed-rank-not-blamed",
-        "onefold/tools/cli/ranks.py",
-        "return ended_by_agent, when - 1 if failure.exitcode < 0 else when",
-        "return ended_by_agent, when",
-        "test_launch.py test_nodes.py test_exits.py",
+        "onefold/tools/cli/rank_processes.py",
+        "key=lambda end: end.when",
+        "key=lambda end: end.rank",
+        "test_launch.py test_rank_agent.py",
     ),
     # TiledLinear with a bias and several tiles along its input.
     Mutation(

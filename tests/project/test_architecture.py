@@ -23,6 +23,7 @@ LAYERS = {
     "allocator": 0,
     "gpu_kernels": 0,
     "recorder": 0,
+    "stop_signals": 0,
     "version": 0,
     "plan": 0,
     "comm": 1,

@@ -111,8 +111,7 @@ def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOpti
 
 def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
     """Load the last checkpoint of a resumed or restarted run, and return its number of steps."""
-    restarted = options.save_every > 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if not options.resume and not restarted:
+    if not options.resume and not (options.save_every > 0 and is_restarted(engine)):
         return []
     try:
         path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
@@ -133,6 +132,14 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
         )
     progress.print(f"resuming after step {engine.global_steps}, from {path}")
     return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
+
+
+def is_restarted(engine: Engine) -> bool:
+    """Return whether the launcher of any rank has started this job before. torchrun's counts may differ by node."""
+    count = os.environ.get("ONEFOLD_RESTARTS", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    restarts = torch.tensor(int(count), device=engine.device)
+    dist.all_reduce(restarts, op=dist.ReduceOp.MAX)
+    return bool(restarts)
 
 
 def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
