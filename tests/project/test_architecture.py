@@ -236,7 +236,7 @@ BUDGETS = {
     "comm": 4_000,
     "compat": 5_320,
     "config": 3_140,
-    "engine": 2_740,
+    "engine": 2_880,
     "fp8": 810,
     "fsdp": 1_100,
     "offload": 3_915,
