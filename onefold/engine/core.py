@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, is_backend_error, local_rank
 from onefold.config import Batch
 from onefold.engine.build_state import build_state
@@ -25,9 +24,9 @@ from onefold.engine.model_memory import ModelMemory
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
+from onefold.engine.take_step import StepTaker
 from onefold.log import logger
 from onefold.optim.chosen import ChosenOptimizer
-from onefold.optim.decision import NonFiniteError
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Plan
@@ -39,8 +38,6 @@ from onefold.runtime.torch_internals import cast_floats
 
 # A model has one live engine: a second `initialize` on it closes the first.
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-# The first pass records the order of collectives, and the second fills the pools. What else they allocated is freed.
-_STEPS_TO_SETTLE = 2
 
 
 def _of_state(name: str, doc: str) -> Any:
@@ -77,7 +74,6 @@ class Engine(nn.Module):
         self.device = device
         self.ledger = Ledger()
         self.is_compiled = False
-        self._num_steps = 0
         self._shared = SharedParameters(model, plan, chosen.group_of_each() if chosen is not None else {})
         self.state = build_state(
             model, plan, batch, chosen, group, device, self.ledger, config=config, shared=self._shared.ids
@@ -108,6 +104,7 @@ class Engine(nn.Module):
         _engines[model] = weakref.ref(self)
         self._saver = CheckpointSaver(self.state)
         self._loader = CheckpointLoader(self.state, self._saver)
+        self._steps = StepTaker(self.state, self._hooks, self._saver)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
         parts = EngineParts(self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled)
@@ -188,7 +185,7 @@ class Engine(nn.Module):
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
             self._reports.begin_step()
             with self._phase("step"), self._memory_errors.explained("step"):
-                self._take_step(self.optimizer)
+                self._steps.take(self.optimizer)
             state.global_steps += 1
             state.global_samples += self.batch.train
         state.window.micro_steps += 1
@@ -207,38 +204,6 @@ class Engine(nn.Module):
         if self._trace is not None:
             self._trace.before_phase(self.state.global_steps)
         return self._timeline.span(name)
-
-    def _take_step(self, optimizer: ShardedOptimizer) -> None:
-        """Take the optimizer step, or skip it after an overflow."""
-        state, schedule, decision = self.state, self.state.schedule, self.state.decision
-        self._hooks.check_model()
-        if not state.window.managed and self.plan.keeps_unsharded_gradient:
-            # The caller counts micro-steps, so the last backward is known only now: reduce its gradients.
-            schedule.begin_backward(boundary=True)
-            schedule.end_backward()
-        before = decision.loss_scale.value
-        self._saver.wait_until_copied()
-        try:
-            taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saver.failed)
-        except NonFiniteError:
-            self.zero_grad()
-            state.window.restart()
-            schedule.end_step()
-            raise
-        if not taken:
-            self._saver.raise_failed()
-        self.zero_grad()
-        schedule.end_step()
-        self._num_steps += 1
-        if self._num_steps == _STEPS_TO_SETTLE:
-            give_back_free_memory()
-        decision.loss_scale.update(overflow=optimizer.overflow)
-        if not decision.applied:
-            state.skipped_steps += 1
-            if state.group.rank == 0 and decision.scales_loss:
-                logger.info("step skipped: overflow, loss scale %g -> %g", before, decision.loss_scale.value)
-            elif state.group.rank == 0:
-                logger.warning("step skipped: %s", decision.problem)
 
     def wait_for_step(self) -> None:
         """Wait for copies and collectives that the last step has launched."""
