@@ -284,6 +284,14 @@ TIER_MUTATIONS = [
         "key=lambda end: end.rank",
         "test_launch.py test_rank_agent.py",
     ),
+    # A stop signal that another rank than 0 has received.
+    Mutation(
+        "tier-stop-signal-of-rank-0-only",
+        "onefold/optim/norm.py",
+        "max(row[1] % _CALL // _STOP for row in rows)",
+        "rows[0][1] % _CALL // _STOP",
+        "test_stop_signals.py",
+    ),
     # TiledLinear with a bias and several tiles along its input.
     Mutation(
         "tier-bias-in-every-tile",

@@ -283,6 +283,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
+    if "onefold.stop.seconds" in asked and not own.stop.handled:
+        yield "onefold.stop.seconds: it has no effect without onefold.stop.save_to or onefold.stop.signals"
     if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
         yield f"onefold.int8_min_numel: it has no effect without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and config.state_dtype == "fp32":

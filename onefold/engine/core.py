@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,6 +19,7 @@ from onefold.engine.checkpoint_loader import CheckpointLoader
 from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.closing import EngineParts, close_unreachable, pause_collector, watch_collector
 from onefold.engine.compiled_units import CompiledUnits
+from onefold.engine.job_stop import JobStop
 from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.model_events import ModelEvents
 from onefold.engine.model_memory import ModelMemory
@@ -107,7 +109,10 @@ class Engine(nn.Module):
         self._steps = StepTaker(self.state, self._hooks, self._saver)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
-        parts = EngineParts(self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled)
+        self._stop = JobStop(self.state)
+        parts = EngineParts(
+            self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop
+        )
         watch_collector()
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
@@ -185,7 +190,7 @@ class Engine(nn.Module):
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
             self._reports.begin_step()
             with self._phase("step"), self._memory_errors.explained("step"):
-                self._steps.take(self.optimizer)
+                self._steps.take(self.optimizer, self._stop.number)
             state.global_steps += 1
             state.global_samples += self.batch.train
         state.window.micro_steps += 1
@@ -198,6 +203,7 @@ class Engine(nn.Module):
             self._reports.end_step()
             if self._trace is not None:
                 self._trace.after_step(state.global_steps)
+            self._stop.after_step(self._saver)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times a phase and traces it if the trace window is open."""
@@ -399,6 +405,14 @@ class Engine(nn.Module):
     global_rank = property(lambda self: dist.get_rank(), doc="The rank of this process.")
     world_size = property(lambda self: self.state.group.size, doc="The number of ranks.")
     sequence_parallel = property(lambda self: self.state.sequence, doc="Parts of batches and their mean loss.")
+
+    @property
+    def stop_requested(self) -> signal.Signals | None:
+        """The signal with which a scheduler stops the job, or None. `step` updates it, equally on all ranks.
+
+        The config key `onefold.stop` selects signals. The program saves and exits with code 128 + signal.
+        """
+        return self._stop.requested
 
     @property
     def batch(self) -> Batch:

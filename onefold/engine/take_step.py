@@ -21,8 +21,8 @@ class StepTaker:
         self._state, self._hooks, self._saver = state, hooks, saver
         self._num_steps = 0
 
-    def take(self, optimizer: ShardedOptimizer) -> None:
-        """Take the optimizer step, or skip it after an overflow."""
+    def take(self, optimizer: ShardedOptimizer, stop_signal: int) -> None:
+        """Take the optimizer step, or skip it after an overflow. All ranks receive the stop signal of this one."""
         state, schedule, decision = self._state, self._state.schedule, self._state.decision
         self._hooks.check_model()
         if not state.window.managed and state.plan.keeps_unsharded_gradient:
@@ -32,7 +32,13 @@ class StepTaker:
         before = decision.loss_scale.value
         self._saver.wait_until_copied()
         try:
-            taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saver.failed)
+            taken = decision.take(
+                optimizer.sharded,
+                optimizer,
+                state.window.divisor,
+                alarm=self._saver.failed,
+                stop_signal=stop_signal,
+            )
         except NonFiniteError:
             state.drop_gradients()
             state.window.restart()

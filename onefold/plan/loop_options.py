@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onefold.config.monitoring import Comet, FileMonitor, Wandb
-from onefold.config.onefold_section import TraceSection
+from onefold.config.onefold_section import StopSection, TraceSection
 from onefold.config.schema import CheckpointSection
 
 
@@ -37,6 +37,7 @@ class Loop:
     gathers_weights_on_save: bool = False
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     trace: TraceSection = field(default_factory=TraceSection)
+    stop: StopSection = field(default_factory=StopSection)
     record_folder: str | None = None
     """The folder that the record of the run is written to."""
     monitoring: Monitoring = field(default_factory=Monitoring)

@@ -302,6 +302,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             gathers_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
             checkpoint=config.checkpoint,
             trace=own.trace,
+            stop=own.stop,
             record_folder=own.report,
             monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
         ),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from models import more
 from processes import MarkedJob, marked_job, wait_until
 
 pytestmark = pytest.mark.program
@@ -66,7 +67,7 @@ def test_a_killed_rank_is_named_when_all_are_restarted(job: MarkedJob) -> None:
     assert stderr.endswith("onefold: restarting all ranks, restart 1 of 1\n")
 
 
-@pytest.mark.parametrize("program", [False, True])
+@pytest.mark.parametrize("program", [False, more(True)])
 def test_ranks_end_with_a_launcher_that_is_killed(job: MarkedJob, program: bool) -> None:
     path = script(job, "ready()\ntime.sleep(600)\n")
     command = ["--no_python", "sh", "-c", f": > {job.folder}/ready.0.$RANK; exec sleep 600"] if program else [path]
@@ -90,7 +91,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(job: MarkedJob, program: bool)
     assert job.folders() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, more(signal.SIGTERM), more(signal.SIGHUP)])
 def test_a_signal_to_the_launcher_ends_all_ranks(job: MarkedJob, number: signal.Signals) -> None:
     path = script(job, "children = subprocess.Popen(['sleep', '600'])\nready()\ntime.sleep(600)\n")
     launcher = job.launch("--nproc", "2", "--max-restarts", "3", path)
