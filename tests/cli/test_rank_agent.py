@@ -181,6 +181,11 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+def is_open(port: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(port))) == 0
+
+
 COUNTS = "ready('counts', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
 
 
@@ -202,8 +207,11 @@ def test_nodes_agree_on_the_number_of_restarts(job: MarkedJob) -> None:
 @pytest.mark.slow
 def test_a_new_launcher_of_a_node_starts_ranks_that_were_restarted(job: MarkedJob) -> None:
     path = script(job, f"{COUNTS}if start == 0:\n    time.sleep(600)\n")
-    flags = ["--nproc", "1", "--num_nodes", "2", "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    nodes = [job.launch(*flags, "--node_rank", node, "--max-restarts", "2", path) for node in ("0", "1")]
+    port = free_port()
+    flags = ["--nproc", "1", "--num_nodes", "2", "--master_addr", "127.0.0.1", "--master_port", port]
+    nodes = [job.launch(*flags, "--node_rank", "0", "--max-restarts", "2", path)]
+    wait_until(lambda: is_open(port))  # both run on this machine, and the first one hosts the store
+    nodes.append(job.launch(*flags, "--node_rank", "1", "--max-restarts", "2", path))
     wait_for_files(job, "counts.0.0", "counts.0.1")
     nodes[1].kill()
     again = job.launch(*flags, "--node_rank", "1", "--max-restarts", "2", path)
