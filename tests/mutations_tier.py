@@ -279,10 +279,18 @@ TIER_MUTATIONS = [
     # A rank that a signal has killed.
     Mutation(
         "tier-killed-rank-not-blamed",
-        "onefold/tools/cli/ranks.py",
-        "return ended_by_agent, when - 1 if failure.exitcode < 0 else when",
-        "return ended_by_agent, when",
-        "test_launch.py test_nodes.py test_exits.py",
+        "onefold/tools/cli/rank_processes.py",
+        "key=lambda end: end.when",
+        "key=lambda end: end.rank",
+        "test_launch.py test_rank_agent.py",
+    ),
+    # A stop signal that another rank than 0 has received.
+    Mutation(
+        "tier-stop-signal-of-rank-0-only",
+        "onefold/optim/norm.py",
+        "max(row[1] % _CALL // _STOP for row in rows)",
+        "rows[0][1] % _CALL // _STOP",
+        "test_stop_signals.py",
     ),
     # TiledLinear with a bias and several tiles along its input.
     Mutation(

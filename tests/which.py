@@ -107,6 +107,7 @@ ELSEWHERE = {
     "runtime/order.py": "comm/wires_cases",
     "runtime/unit_spans.py": "report/timeline",
     "start.py": "engine/engine runtime/zero",
+    "stop_signals.py": "cli/rank_agent engine/stop_signals",
     "tools/bench/link_bench.py": "estimate/estimate",
     "tools/cli/checkpoint_commands.py": "checkpoint/ckpt_command checkpoint/export checkpoint/deepspeed_import",
     "tools/cli/plan_command.py": "estimate/estimate docs/guide",

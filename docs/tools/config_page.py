@@ -109,6 +109,8 @@ def _type(entry: SectionKey) -> str:
         return ", ".join(get_args(hint))
     if get_origin(hint) is tuple:
         kind, *others = get_args(hint)
+        if get_origin(kind) is Literal:
+            return f"list of {', '.join(get_args(kind))}"
         name = _NAMES[kind]
         many = f"list of {name}s" if Ellipsis in others else f"list of {1 + len(others)} {name}s"
         return f"{name} or {many}" if entry.key.or_one else many

@@ -291,6 +291,8 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
             "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients or onefold.loss_spike.action "
             'is "rollback"'
         )
+    if "onefold.stop.seconds" in asked and not own.stop.handled:
+        yield "onefold.stop.seconds: it has no effect without onefold.stop.save_to or onefold.stop.signals"
     if "onefold.int8_min_numel" in asked and config.state_dtype != "int8":
         yield f"onefold.int8_min_numel: it has no effect without onefold.state_dtype = int8 (it is {own.state_dtype})"
     if own.fp32_state_names and config.state_dtype == "fp32":

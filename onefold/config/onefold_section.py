@@ -29,6 +29,35 @@ class TraceSection:
     )
 
 
+StopSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT"]
+
+
+@dataclass(frozen=True)
+class StopSection:
+    """Signals with which a scheduler stops a job. All ranks stop after the same optimizer step."""
+
+    save_to: str | None = key(
+        None,
+        "Folder in which `engine.step()` saves a checkpoint after such a signal. It then ends the program with exit "
+        "code 128 + signal. By default, the program saves and exits itself when `engine.stop_requested` is set.",
+    )
+    signals: tuple[StopSignal, ...] = key(
+        (),
+        "Signals that stop the job. With `save_to`, the default is SIGTERM and SIGUSR1, otherwise none.",
+        or_one=True,
+    )
+    seconds: float = key(
+        30.0,
+        "Time from the signal until a rank ends without a further save. A second signal ends it at once.",
+        above=0,
+    )
+
+    @property
+    def handled(self) -> tuple[StopSignal, ...]:
+        """The signals that are handled."""
+        return self.signals or (("SIGTERM", "SIGUSR1") if self.save_to is not None else ())
+
+
 @dataclass(frozen=True)
 class LossSpikeSection:
     """Check of the mean loss of each step against the losses of the last steps ([guards](guards.md))."""
@@ -202,3 +231,4 @@ class OnefoldSection:
         "`onefold watch`. By default, no record is written.",
     )
     trace: TraceSection = section(TraceSection)
+    stop: StopSection = section(StopSection)

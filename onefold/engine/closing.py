@@ -21,6 +21,7 @@ from torch import nn
 from onefold.checkpoint.saving.save_coordinator import LINGER
 from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.compiled_units import CompiledUnits
+from onefold.engine.job_stop import JobStop
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.step_reports import EngineReports
 from onefold.engine.train_state import TrainState
@@ -39,6 +40,7 @@ class EngineParts:
     offloaded: OffloadedStates
     reports: EngineReports
     compiled: CompiledUnits
+    stop: JobStop
     creator: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that made the engine."""
 
@@ -47,6 +49,7 @@ class EngineParts:
 
         What is in flight is finished first, because other ranks and the model need it.
         """
+        self.stop.close()
         self.saver.stop()
         self.reports.close()
         schedule = self.state.schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.allocator import give_back_free_memory
 from onefold.comm import Disagreement, Group, Ledger, is_backend_error, local_rank
 from onefold.config import Batch
 from onefold.engine.build_state import build_state
@@ -20,6 +20,7 @@ from onefold.engine.checkpoint_loader import CheckpointLoader
 from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.closing import EngineParts, close_engine_of, close_unreachable, pause_collector, register_engine
 from onefold.engine.compiled_units import CompiledUnits
+from onefold.engine.job_stop import JobStop
 from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.model_events import ModelEvents
 from onefold.engine.model_memory import ModelMemory
@@ -27,20 +28,16 @@ from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.step_guards import StepGuards
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
-from onefold.log import logger
+from onefold.engine.take_step import StepTaker
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.schedules import check_step_arguments
 from onefold.optim.sharded import ShardedOptimizer
 from onefold.plan import Plan
-from onefold.recovery.refused_step import RefusedStepError
 from onefold.report.memory_usage import memory_status
 from onefold.report.monitors import MonitorMaster
 from onefold.report.timeline import Timeline
 from onefold.report.trace_window import TraceWindow
 from onefold.runtime.torch_internals import cast_floats
-
-# The first pass records the order of collectives, and the second fills the pools. What else they allocated is freed.
-_STEPS_TO_SETTLE = 2
 
 
 def _of_state(name: str, doc: str) -> Any:
@@ -77,7 +74,6 @@ class Engine(nn.Module):
         self.device = device
         self.ledger = Ledger()
         self.is_compiled = False
-        self._num_steps = 0
         self._shared = SharedParameters(model, plan, chosen.group_of_each() if chosen is not None else {})
         self.state = build_state(
             model, plan, batch, chosen, group, device, self.ledger, config=config, shared=self._shared.ids
@@ -109,9 +105,13 @@ class Engine(nn.Module):
         self._saver = CheckpointSaver(self.state)
         self._loader = CheckpointLoader(self.state, self._saver)
         self._guards = StepGuards(self.state, self._saver, self._loader)
+        self._steps = StepTaker(self.state, self._hooks, self._saver)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
-        parts = EngineParts(self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled)
+        self._stop = JobStop(self.state)
+        parts = EngineParts(
+            self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop
+        )
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
         self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else lambda: None
@@ -188,7 +188,7 @@ class Engine(nn.Module):
             check_step_arguments(state.lr_scheduler, lr_kwargs or {})
             self._reports.begin_step()
             with self._phase("step"), self._memory_errors.explained("step"):
-                taken = self._guards.run(partial(self._take_step, self.optimizer))
+                taken = self._guards.run(partial(self._steps.take, self.optimizer, self._stop.number))
             if not taken:
                 return
             state.global_steps += 1
@@ -203,44 +203,13 @@ class Engine(nn.Module):
             self._reports.end_step()
             if self._trace is not None:
                 self._trace.after_step(state.global_steps)
+            self._stop.after_step(self._saver)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times a phase and traces it if the trace window is open."""
         if self._trace is not None:
             self._trace.before_phase(self.state.global_steps)
         return self._timeline.span(name)
-
-    def _take_step(self, optimizer: ShardedOptimizer) -> None:
-        """Take the optimizer step, or skip it after an overflow."""
-        state, schedule, decision = self.state, self.state.schedule, self.state.decision
-        self._hooks.check_model()
-        if not state.window.managed and self.plan.keeps_unsharded_gradient:
-            # The caller counts micro-steps, so the last backward is known only now: reduce its gradients.
-            schedule.begin_backward(boundary=True)
-            schedule.end_backward()
-        before = decision.loss_scale.value
-        self._saver.wait_until_copied()
-        try:
-            taken = decision.take(optimizer.sharded, optimizer, state.window.divisor, alarm=self._saver.failed)
-        except RefusedStepError:
-            self.zero_grad()
-            state.window.restart()
-            schedule.end_step()
-            raise
-        if not taken:
-            self._saver.raise_failed()
-        self.zero_grad()
-        schedule.end_step()
-        self._num_steps += 1
-        if self._num_steps == _STEPS_TO_SETTLE:
-            give_back_free_memory()
-        decision.loss_scale.update(overflow=optimizer.overflow)
-        if not decision.applied:
-            state.skipped_steps += 1
-            if state.group.rank == 0 and optimizer.overflow and decision.scales_loss:
-                logger.info("step skipped: overflow, loss scale %g -> %g", before, decision.loss_scale.value)
-            elif state.group.rank == 0:
-                logger.warning("step skipped: %s", decision.problem)
 
     def wait_for_step(self) -> None:
         """Wait for copies and collectives that the last step has launched."""
@@ -436,6 +405,14 @@ class Engine(nn.Module):
     global_rank = property(lambda self: dist.get_rank(), doc="The rank of this process.")
     world_size = property(lambda self: self.state.group.size, doc="The number of ranks.")
     sequence_parallel = property(lambda self: self.state.sequence, doc="Parts of batches and their mean loss.")
+
+    @property
+    def stop_requested(self) -> signal.Signals | None:
+        """The signal with which a scheduler stops the job, or None. `step` updates it, equally on all ranks.
+
+        The config key `onefold.stop` selects signals. The program saves and exits with code 128 + signal.
+        """
+        return self._stop.requested
 
     @property
     def batch(self) -> Batch:

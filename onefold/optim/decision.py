@@ -49,6 +49,8 @@ class StepDecision:
         self.replica_check: ReplicaCheck | None = None
         # Whether the last step was applied.
         self.applied = False
+        # The signal after which all ranks stop, as of the last step, or 0.
+        self.stop_signal = 0
         self._scalars: StepScalars | None = None
         self._unscaled = 1.0
         self._schedule = schedule
@@ -64,21 +66,31 @@ class StepDecision:
         self.losses.clear()
         self._copies.clear()
 
-    def take(self, step: ShardedStep, optimizer: torch.optim.Optimizer, divisor: int, *, alarm: bool = False) -> bool:
+    def take(
+        self,
+        step: ShardedStep,
+        optimizer: torch.optim.Optimizer,
+        divisor: int,
+        *,
+        alarm: bool = False,
+        stop_signal: int = 0,
+    ) -> bool:
         """Step with the reduced gradients divided by `divisor`. Skip the step, or raise, if they are not finite.
 
-        Return False without stepping on any rank if any rank passes `alarm`.
+        Return False without stepping on any rank if any rank passes `alarm`. If any rank passes `stop_signal`, it is
+        set on all ranks.
         """
         self._schedule.check_in_place()
         groups = step.groups_to_compare() if not self._schedule.alone else None
         waits = not step.can_be_decided_later(optimizer)
-        scalars = self._exchange(groups, alarm=alarm, waits=waits)
+        scalars = self._exchange(groups, alarm=alarm, waits=waits, stop_signal=stop_signal)
         if scalars.alarm:
             return False
         if scalars.late:
             self._schedule.reduce_late()
-            scalars = self._exchange(groups, waits=waits)
+            scalars = self._exchange(groups, waits=waits, stop_signal=scalars.stop_signal)
         self._scalars, self._unscaled = scalars, self.unscale(divisor)
+        self.stop_signal = scalars.stop_signal
         if self.replica_check is not None:
             self.replica_check.run()
         refusal = self.loss_guard.judge(scalars.losses) if self.loss_guard is not None else None
@@ -141,14 +153,18 @@ class StepDecision:
         """
         return self._scaling.postscale / (self.loss_scale.value * divisor)
 
-    def _exchange(self, groups: GroupDigest | None, *, alarm: bool = False, waits: bool = False) -> StepScalars:
+    def _exchange(
+        self, groups: GroupDigest | None, *, alarm: bool = False, waits: bool = False, stop_signal: int = 0
+    ) -> StepScalars:
         params = [param for param in self._schedule.trained_params() if _is_reduced(param)]
         late = bool(self._schedule.late_units())
         if not params and not late and self._schedule.trained_units:
             raise RuntimeError("engine.step() without a backward since the last one. Call engine.backward first.")
         # After `engine.backward`, losses are divided by the accumulation count, so that their sum is the mean.
         loss = sum(copy.read() for copy in self._copies) if self._copies else None
-        return exchange_scalars(params, self._schedule, groups, late=late, alarm=alarm, waits=waits, loss=loss)
+        return exchange_scalars(
+            params, self._schedule, groups, late=late, alarm=alarm, waits=waits, loss=loss, stop_signal=stop_signal
+        )
 
     def _clip_coefficient(self) -> float:
         norm = self.norm if self._scaling.clipping > 0 else None

@@ -23,8 +23,8 @@ from onefold.runtime import FlatParam, Schedule
 
 # The call that a row is sent for. Methods of the optimizer are numbered from 1.
 _STEP = 0
-# The second number of a row has four flags, and the call in its upper bits.
-_LATE, _ALARM, _WAITS, _HAS_LOSS, _CALL = 1, 2, 4, 8, 16
+# The second number of a row has four flags, the number of a stop signal, and the call in its upper bits.
+_LATE, _ALARM, _WAITS, _HAS_LOSS, _STOP, _CALL = 1, 2, 4, 8, 16, 16 * 128
 # The indices of two digests in a row: of changes to parameters, and of parameter groups.
 _CHANGES, _GROUPS = 2, 3
 # The index of the loss in a row.
@@ -58,14 +58,22 @@ class StepScalars:
 
     `square` is on the device if devices exchanged it. `late`: a rank has gradients that are not reduced yet. `alarm`: a
     rank requests that no rank steps. `waits`: a rank must know the norm before it steps. `losses` has the loss of each
-    rank, or None where it is unknown.
+    rank, or None where it is unknown. `stop_signal`: the largest number of a signal that has requested a rank to stop,
+    or 0.
     """
 
     def __init__(
-        self, square: torch.Tensor, losses: Sequence[float | None], *, late: bool, alarm: bool, waits: bool
+        self,
+        square: torch.Tensor,
+        losses: Sequence[float | None],
+        *,
+        late: bool,
+        alarm: bool,
+        waits: bool,
+        stop_signal: int,
     ) -> None:
         self.square, self.late, self.alarm, self.waits = square, late, alarm, waits
-        self.losses = losses
+        self.losses, self.stop_signal = losses, stop_signal
         self.copy = HostCopy(square)
 
     @cached_property
@@ -106,6 +114,7 @@ def exchange_scalars(
     alarm: bool = False,
     waits: bool = False,
     loss: float | None = None,
+    stop_signal: int = 0,
 ) -> StepScalars:
     """Exchange the square sums of the reduced gradients, the flags and the losses of all ranks (see `StepScalars`).
 
@@ -115,9 +124,10 @@ def exchange_scalars(
     mine = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if schedule.alone:
         schedule.synchronize_for_step([])
-        return StepScalars(mine, [loss], late=late, alarm=alarm, waits=waits)
+        return StepScalars(mine, [loss], late=late, alarm=alarm, waits=waits, stop_signal=stop_signal)
     on_device = mine.is_cuda and schedule.in_flight.collective.group.uses_nccl
     flags = int(late) * _LATE + int(alarm) * _ALARM + int(waits) * _WAITS + int(loss is not None) * _HAS_LOSS
+    flags += stop_signal * _STOP
     first = schedule.in_flight.num_reductions if on_device else as_integer(mine.item())
     rows = _synchronize(schedule, _STEP, first, flags, groups.digest if groups else 0, as_integer(loss or 0.0))
     losses = [as_float(row[_LOSS]) if row[1] & _HAS_LOSS else None for row in rows]
@@ -132,14 +142,16 @@ def exchange_scalars(
             "torch.distributed.all_reduce)."
         )
     late, alarm, waits = (any(row[1] & flag for row in rows) for flag in (_LATE, _ALARM, _WAITS))
+    stop_signal = max(row[1] % _CALL // _STOP for row in rows)
     if on_device:
         # If there are late gradients, they are reduced first, and this exchange is repeated.
         total = mine if late or alarm else schedule.in_flight.gather_numbers("gather of the norm", mine).sum()
-        return StepScalars(total, losses, late=late, alarm=alarm, waits=waits)
+        return StepScalars(total, losses, late=late, alarm=alarm, waits=waits, stop_signal=stop_signal)
     square = 0.0
     for row in rows[: schedule.num_shards]:
         square += as_float(row[0])
-    return StepScalars(torch.tensor(square, dtype=torch.float64), losses, late=late, alarm=alarm, waits=waits)
+    total = torch.tensor(square, dtype=torch.float64)
+    return StepScalars(total, losses, late=late, alarm=alarm, waits=waits, stop_signal=stop_signal)
 
 
 def _check_reductions(schedule: Schedule, done: Sequence[int]) -> None:

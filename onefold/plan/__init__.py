@@ -15,12 +15,11 @@ from onefold.plan.cut import UnitCut, cut, persistent_parameters
 from onefold.plan.fp8_plan import Fp8Plan
 from onefold.plan.guards import Guards
 from onefold.plan.layout import Layout, Member
+from onefold.plan.loop_options import Loop, Monitoring
 from onefold.plan.memory import BufferBytes, ModelBytes, count_buffers, count_bytes, count_unit_in_use
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec
 from onefold.plan.plan import (
     Feedback,
-    Loop,
-    Monitoring,
     Placement,
     Plan,
     Precision,

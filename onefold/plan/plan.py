@@ -9,14 +9,13 @@ from typing import Literal
 import torch
 
 from onefold.config import Config, ConfigError, num_replicas
-from onefold.config.monitoring import Comet, FileMonitor, Wandb
-from onefold.config.onefold_section import TraceSection
 from onefold.config.precision import Fp16
-from onefold.config.schema import Aio, CheckpointSection
+from onefold.config.schema import Aio
 from onefold.config.zero_optimization import LeafModule, OffloadOptimizer, OffloadParam
 from onefold.plan.activations import Activations, make_activations
 from onefold.plan.fp8_plan import Fp8Plan, make_fp8_plan
 from onefold.plan.guards import Guards, make_guards
+from onefold.plan.loop_options import Loop, Monitoring
 from onefold.plan.optimizer_spec import OptimizerSpec, SchedulerSpec, make_optimizer_spec, make_scheduler_spec
 from onefold.plan.program import Limits
 from onefold.plan.state_formats import StateFormats
@@ -142,44 +141,6 @@ class Offload:
     def is_pinned(self) -> bool:
         """Whether host memory is page-locked. States and parameters share one allocation."""
         return self.optimizer.pin_memory and self.param.pin_memory
-
-
-@dataclass(frozen=True)
-class Monitoring:
-    """The monitoring sections of the config."""
-
-    tensorboard: FileMonitor = field(default_factory=FileMonitor)
-    csv_monitor: FileMonitor = field(default_factory=FileMonitor)
-    wandb: Wandb = field(default_factory=Wandb)
-    comet: Comet = field(default_factory=Comet)
-
-    @property
-    def enabled(self) -> bool:
-        return any(section.enabled for section in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The options of the training loop: printing, reports, tracing and checkpoints."""
-
-    manages_accumulation: bool = True
-    steps_per_print: int | None = None
-    times_phases: bool = False
-    reports_memory: bool = False
-    drops_last_batch: bool = False
-    pauses_collector: bool = False
-    """Python's garbage collector is disabled while the engine is open."""
-    gathers_weights_on_save: bool = False
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    trace: TraceSection = field(default_factory=TraceSection)
-    record_folder: str | None = None
-    """The folder that the record of the run is written to."""
-    monitoring: Monitoring = field(default_factory=Monitoring)
-
-    @property
-    def reports_steps(self) -> bool:
-        """Whether every step is reported to a record or a monitor."""
-        return self.record_folder is not None or self.monitoring.enabled
 
 
 @dataclass(frozen=True)
@@ -343,6 +304,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             gathers_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
             checkpoint=config.checkpoint,
             trace=own.trace,
+            stop=own.stop,
             record_folder=own.report,
             monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
         ),

@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from onefold.tools.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
 from onefold.tools.cli.main import build_parser, main
-from onefold.tools.cli.ranks import Job, first_failure
+from onefold.tools.cli.ranks import Job
 from onefold.tools.cli.usage import UsageError
 
 pytestmark = pytest.mark.program
@@ -266,15 +265,24 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: SIGKILL \(the node .* memory\)\n", line)
 
 
-@pytest.mark.parametrize(("earlier", "first"), [(0.5, 1), (2.0, 0)])
-def test_a_killed_rank_comes_before_peers_that_fail_within_a_second(tmp_path: Path, earlier: float, first: int) -> None:
-    # The agent dates it when it looks, up to a second after it was killed; peers date themselves.
-    killed = ProcessFailure(1, pid=2, exitcode=-signal.SIGKILL, error_file="")
-    told = {"timestamp": killed.timestamp, "exact_timestamp": killed.timestamp - earlier}
-    error_file = tmp_path / "error.json"
-    error_file.write_text(json.dumps({"message": {"message": "ConnectionError", "extraInfo": told}}))
-    peer = ProcessFailure(0, pid=1, exitcode=1, error_file=str(error_file))
-    assert first_failure({0: peer, 1: killed}) == first
+@pytest.mark.parametrize(("killed_first", "blamed"), [(True, 1), (False, 0)])
+def test_of_a_killed_and_a_failed_rank_the_earlier_is_named(tmp_path: Path, killed_first: bool, blamed: int) -> None:
+    # The other follows within the second in which a time in whole seconds would show no order.
+    waits = "while not os.path.exists(gone):\n        time.sleep(0.001)\n    time.sleep(0.1)"
+    path = script(
+        tmp_path,
+        "import pathlib\n"
+        "gone = __file__ + '.gone'\n"
+        "if rank == 1:\n"
+        f"    {'pathlib.Path(gone).touch()' if killed_first else waits}\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "else:\n"
+        f"    {waits if killed_first else 'pathlib.Path(gone).touch()'}\n"
+        "    raise ValueError('of rank 0')\n",
+    )
+    code, _, stderr = launch("--nproc", "2", path)
+    assert f"onefold: rank {blamed} (" in stderr
+    assert ("ValueError" in stderr, code) == ((False, 137) if killed_first else (True, 1))
 
 
 def test_a_restart_shows_why_and_goes_on(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ COUNT_ALONE = {
     "onefold.nccl_error_handling",
     "onefold.trace.steps",
     "onefold.trace.memory_snapshot",
+    "onefold.stop.save_to",
+    "onefold.stop.signals",
     "onefold.report",
     "tensorboard.enabled",
     "csv_monitor.enabled",
@@ -108,6 +110,8 @@ def another(entry: SectionKey) -> Any:
         return next(choice for choice in get_args(hint) if choice != entry.default)
     if hint == Coefficients:
         return "polar_express"
+    if get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is Literal:
+        return [get_args(get_args(hint)[0])[0]]
     if get_origin(hint) is tuple:
         return ["another"] if get_args(hint)[0] is str else [7] * len([kind for kind in get_args(hint) if kind is int])
     if hint is str:

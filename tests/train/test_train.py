@@ -335,6 +335,29 @@ def test_interrupt_ends_after_the_step_with_a_report(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == summary["steps_done"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["launcher", "rank"])
+def test_a_signal_of_a_scheduler_saves_for_resume(tmp_path: Path, target: str) -> None:
+    flags = ("--sample-length", "0", "--ranks", "2")
+    straight = start("--steps", "8", *flags, "--out", str(tmp_path / "straight"))
+    straight.communicate(timeout=120)
+    process = start("--steps", "8", *flags, "--max-restarts", "1", "--out", str(tmp_path / "run"))
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step     3/"):
+        assert process.poll() is None
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid if target == "launcher" else int(ranks[-1]), signal.SIGUSR1)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGUSR1, stderr
+    assert stderr == "onefold: stopped by SIGUSR1; all ranks have ended\n"
+    assert f"continue with onefold train --resume {tmp_path}/run" in stdout
+    assert not (tmp_path / "run" / "summary.json").exists()
+    resumed = start("--resume", str(tmp_path / "run"), "--ranks", "2")
+    _, stderr = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -40,7 +40,7 @@ def train(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(parser: argparse.ArgumentParser) -> None:
-    """Start a script on every GPU of this node, or as one process without a GPU, with torch's elastic agent.
+    """Start a script on every GPU of this node, or as one process without a GPU, with torch's rendezvous.
 
     The script finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment; onefold.initialize
     reads them. If a rank fails, its traceback is shown, and the command ends with its exit code.

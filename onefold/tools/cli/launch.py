@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from onefold.tools.cli.ranks import Job, python_command, run_ranks
+from onefold.tools.cli.ranks import Job, program_command, python_command, run_ranks
 from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
 Slots = tuple[int, ...]
@@ -41,8 +41,9 @@ def launch(options: argparse.Namespace) -> int:
     if not options.quiet:
         ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
         print(f"onefold: starting {ranks} of {options.script}", file=sys.stderr, flush=True)
-    if not options.no_python:
-        command = python_command(*command, is_module=options.module, local_rank=options.passes_local_rank)
+    if options.no_python:
+        return run_ranks(program_command(*command), job)
+    command = python_command(*command, is_module=options.module, local_rank=options.passes_local_rank)
     return run_ranks(command, job)
 
 

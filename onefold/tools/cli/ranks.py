@@ -1,39 +1,41 @@
-"""Start the ranks of this node with torch's elastic agent, and report the failure that ended them.
+"""Start the ranks of this node with an elastic agent, and report the failure that ended them.
 
-The launcher starts each rank as `python -m onefold.tools.cli.ranks [--module] SCRIPT ...`. This runs SCRIPT as Python
-would, except that the traceback of an uncaught exception is written to the file that the agent reads, not to the
-terminal. When one rank fails, its peers fail too, on broken connections; the launcher reports the first failure.
+The launcher starts each rank as `python -m onefold.tools.cli.ranks [--module | --program] SCRIPT ...`. This runs SCRIPT
+as Python would, except that the traceback of an uncaught exception is written to the file that the agent reads, not to
+the terminal, and that the rank is killed when its launcher dies. When one rank fails, its peers fail too, on broken
+connections; the launcher reports the first failure.
 
 torch is imported by the launcher only, not in a rank, because a script may set variables that torch reads at import.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import json
 import logging
 import os
 import runpy
+import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from onefold.tools.cli.rank_processes import EXIT_FAILED, print_error, report_failure, report_signal
+
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 
+_FOLDER_PREFIX = "onefold_launch_"
 
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
@@ -45,6 +47,11 @@ def python_command(name: str, *arguments: str, is_module: bool, local_rank: bool
     """
     flags = [*(["--local_rank"] if local_rank else []), *(["--module"] if is_module else [])]
     return [sys.executable, "-u", "-m", "onefold.tools.cli.ranks", *flags, name, *arguments]
+
+
+def program_command(name: str, *arguments: str) -> list[str]:
+    """Return the command that runs a program other than Python in a rank."""
+    return [sys.executable, "-m", "onefold.tools.cli.ranks", "--program", name, *arguments]
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,11 @@ class Job:
         """Whether the rendezvous is local to this node."""
         return self.num_nodes == 1 and self.master_port is None
 
-    def launch_config(self, log_dir: str) -> LaunchConfig:
-        """Return the job as a configuration of torch's elastic agent."""
-        from torch.distributed.launcher.api import LaunchConfig
+    def worker_spec(self, command: Sequence[str], folder: str) -> WorkerSpec:
+        """Return the job as torch's elastic agent expects it, with the rendezvous of its nodes."""
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
         alone = self.is_alone
         # With a static rendezvous, restarted ranks would find the addresses of dead ones in the old store. With c10d
@@ -76,33 +85,39 @@ class Job:
         configs: dict[str, Any] = {"rank": self.node_rank} if backend == "static" else {}
         # On one node the agent uses a file, so that only the ranks open a port. Several nodes need an address that all
         # of them know beforehand.
-        endpoint = f"{self.master_addr or 'localhost'}:{self.master_port or 29500}"
+        host, port = self.master_addr or "localhost", self.master_port or 29500
+        endpoint = f"{host}:{port}"
         if alone:
-            endpoint, configs = os.path.join(log_dir, "rendezvous"), {"store_type": "file"}
-        return LaunchConfig(
+            endpoint, configs = os.path.join(folder, "rendezvous"), {"store_type": "file"}
+        # A node often cannot resolve its own hostname.
+        local_addr = "localhost" if self.num_nodes == 1 else None
+        parameters = RendezvousParameters(
+            backend=backend,
+            endpoint=endpoint,
+            run_id=f"onefold_{os.getpid()}" if alone else "onefold",
             min_nodes=self.num_nodes,
             max_nodes=self.num_nodes,
-            nproc_per_node=self.num_ranks,
-            run_id=f"onefold_{os.getpid()}" if alone else "onefold",
-            rdzv_backend=backend,
-            rdzv_endpoint=endpoint,
-            rdzv_configs=configs,
-            # A node often cannot resolve its own hostname.
-            local_addr="localhost" if self.num_nodes == 1 else None,
+            local_addr=local_addr,
+            **configs,
+        )
+        return WorkerSpec(
+            role="default",
+            local_world_size=self.num_ranks,
+            entrypoint=command[0],
+            args=tuple(command[1:]),
+            rdzv_handler=get_rendezvous_handler(parameters),
             max_restarts=self.max_restarts,
-            logs_specs=_attempt_logs(log_dir, self.max_restarts),
+            master_addr=host if backend == "static" else None,
+            master_port=port if backend == "static" else None,
+            local_addr=local_addr,
         )
 
 
 def run_ranks(command: Sequence[str], job: Job) -> int:
     """Run a command in every rank of this node until all end, and return the exit code of the launcher."""
     from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
 
-    _silence_agent()
     if job.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_devices
     if job.max_restarts > 0 or job.is_alone:
@@ -111,102 +126,60 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.num_ranks)))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with tempfile.TemporaryDirectory(prefix="onefold_", ignore_cleanup_errors=True) as log_dir:
-        try:
-            elastic_launch(job.launch_config(log_dir), command[0])(*command[1:])
-        except ChildFailedError as error:
-            return _report_failure(error.failures)
-        except SignalException as stopped:
-            return _report_signal(stopped.sigval)
-        except (DistNetworkError, DistStoreError, RendezvousError) as error:
-            where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
-            _print_error(f"onefold: the ranks cannot connect to {where}: {str(error).splitlines()[0]}")
-            return EXIT_FAILED
-        except KeyboardInterrupt:  # before the agent installed its handler
-            return _report_signal(signal.SIGINT)
-        finally:
-            # The agent does not remove its signal handlers, which raise.
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    return 0
+    try:
+        with _launch_folder() as folder:
+            return _run_agent(command, job, folder)
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
+        where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
+        print_error(f"onefold: the ranks cannot connect to {where}: {str(error).splitlines()[0]}")
+        return EXIT_FAILED
+    except KeyboardInterrupt:  # before the agent handles signals
+        return report_signal(signal.SIGINT)
 
 
-def _attempt_logs(log_dir: str, max_restarts: int) -> LogsSpecs:
-    """Return log settings that report the failure of an attempt before the next one starts. The agent does not."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
 
-    class AttemptLogs(DefaultLogsSpecs):
-        error_files: Mapping[int, str] = {}
+    from onefold.tools.cli.rank_agent import RankAgent
 
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            attempt = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-            if attempt > 0:
-                failures = {
-                    int(envs[local_rank]["RANK"]): ProcessFailure(local_rank, pid=0, exitcode=1, error_file=error_file)
-                    for local_rank, error_file in self.error_files.items()
-                    if os.path.exists(error_file)
-                }
-                if failures:
-                    rank = first_failure(failures)
-                    _print_error(_traceback(failures[rank]).rstrip())
-                    _print_error(f"onefold: rank {rank} failed")
-                _print_error(f"onefold: restarting all ranks, restart {attempt} of {max_restarts}")
-            destination = super().reify(envs)
-            self.error_files = destination.error_files
-            return destination
-
-    return AttemptLogs(log_dir=log_dir)
-
-
-def first_failure(failures: Mapping[int, ProcessFailure]) -> int:
-    """Return the rank that failed first. The others failed because it was gone, or were ended by the agent."""
-
-    def order(rank: int) -> tuple[bool, float]:
-        failure = failures[rank]
-        when = float(_extra_information(failure).get("exact_timestamp", failure.timestamp))
-        ended_by_agent = failure.exitcode == -signal.SIGTERM
-        # A killed process writes no file. The agent notices it up to a second after its peers failed.
-        return ended_by_agent, when - 1 if failure.exitcode < 0 else when
-
-    return min(failures, key=order)
+    _silence_agent()
+    spec = job.worker_spec(command, folder)
+    agent = RankAgent(spec, folder)
+    is_left_open = False
+    try:
+        with agent.signals_handled():
+            result = agent.run()
+    except SignalException as stopped:
+        is_left_open = True  # the other nodes may continue without this one
+        failure = agent.failure
+        if failure is not None and failure.traceback and not failure.was_asked and stopped.sigval != signal.SIGINT:
+            print_error(failure.traceback.rstrip())
+        return report_signal(stopped.sigval)
+    finally:
+        if not is_left_open:
+            spec.rdzv_handler.shutdown()
+    if result is None:
+        print_error("onefold: the job is complete without this node, which has left the rendezvous")
+        return EXIT_FAILED
+    return report_failure(agent.failure) if agent.failure is not None and result.is_failed() else 0
 
 
-def _report_failure(failures: Mapping[int, ProcessFailure]) -> int:
-    rank = first_failure(failures)
-    failure = failures[rank]
-    if failure.exitcode in (EXIT_INTERRUPTED, EXIT_BROKEN_PIPE):
-        return int(failure.exitcode)
-    if failure.exitcode == EXIT_USAGE and isinstance(failure.message, dict):
-        _print_error(f"onefold: {failure.message['message']}")
-        return EXIT_USAGE
-    _print_error(_traceback(failure).rstrip())
-    reason = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    if failure.exitcode == -signal.SIGKILL:
-        reason += " (the node may be out of memory)"
-    _print_error(f"onefold: rank {rank} (node {socket.gethostname()}, pid {failure.pid}) failed: {reason}")
-    return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
+@contextmanager
+def _launch_folder() -> Iterator[str]:
+    """Return a temporary folder for the launcher and its ranks. Remove those of launchers that were killed.
 
-
-def _report_signal(number: signal.Signals) -> int:
-    _print_error(f"onefold: stopped by {'Ctrl-C' if number == signal.SIGINT else number.name}; all ranks have ended")
-    return 128 + number
-
-
-def _extra_information(failure: ProcessFailure) -> dict[str, Any]:
-    # Despite its annotation, the message is the dictionary of the error file if there is one.
-    message: Any = failure.message
-    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
-
-
-def _traceback(failure: ProcessFailure) -> str:
-    return str(_extra_information(failure).get("py_callstack", ""))
-
-
-def _print_error(text: str) -> None:
-    if text:
-        print(text, file=sys.stderr, flush=True)
+    A launcher locks a file in its folder. The lock ends with the process, also if it is killed.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/lock"):
+        with suppress(OSError), open(lock, "r+") as file:  # in use, or of another user
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+        part = os.path.join(folder, "lock.part")
+        with open(part, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.rename(part, os.path.join(folder, "lock"))  # other launchers find it locked
+            yield folder
 
 
 def _silence_agent() -> None:
@@ -220,6 +193,7 @@ def _silence_agent() -> None:
 
 # -- one rank --------------------------------------------------------------------------------------------------------
 
+_PR_SET_PDEATHSIG = 1
 OWN_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
@@ -244,9 +218,22 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
     os.replace(part, error_file)
 
 
+def die_with_launcher() -> None:
+    """Let the kernel kill this process when the launcher that started it dies, by SIGKILL as well."""
+    launcher = os.environ.pop("ONEFOLD_LAUNCHER", None)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before the call above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_script(arguments: list[str]) -> None:
-    """Run a script, or after `--module` a module, with the rest as its arguments."""
+    """Run a script, or after `--module` a module, or after `--program` a program, with the rest as its arguments."""
+    die_with_launcher()
     sys.excepthook = record_exception
+    if arguments[0] == "--program":
+        os.execvp(arguments[1], arguments[1:])
     if arguments[0] == "--local_rank":
         arguments = arguments[1:]
         arguments.insert(1 + (arguments[0] == "--module"), f"--local_rank={os.environ['LOCAL_RANK']}")

@@ -24,14 +24,12 @@ from onefold.log import logger
 from onefold.plan import make_plan
 from onefold.report.memory_usage import peak_bytes, used_bytes
 from onefold.runtime import unsharded_shape
+from onefold.stop_signals import SAME_SIGNAL_SECONDS
 from onefold.tools.pages.page import write_page
 from onefold.tools.train.data import DataError
 from onefold.tools.train.options import CHECKPOINTS, PreparedConfig, TrainOptions, prepare_config, write_settings
 from onefold.tools.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
 from onefold.tools.train.task import Task, choose_task
-
-# Two signals within this time are one Ctrl-C, sent by the terminal and by the launcher.
-SAME_SIGNAL_SECONDS = 1.0
 
 
 class ResumeError(ValueError):
@@ -45,7 +43,8 @@ def train(options: TrainOptions) -> bool:
     options = count_steps(options, task)
     if os.environ.get("RANK", "0") == "0":
         write_settings(options)
-    prepared = record_in(options.folder, prepare_config(options, on_gpus=torch.cuda.is_available()))
+    prepared = prepare_config(options, on_gpus=torch.cuda.is_available())
+    prepared = with_own_keys(prepared, options.folder)
     with stop_on_interrupt() as stop_asked:
         torch.manual_seed(options.seed)
         engine = start_engine(task, prepared)
@@ -78,12 +77,14 @@ def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
     return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
 
 
-def record_in(folder: Path, prepared: PreparedConfig) -> PreparedConfig:
-    """Return the config with a record in the folder of the run, unless it names another."""
-    if load_config(prepared.document).onefold.report is not None:
-        return prepared
+def with_own_keys(prepared: PreparedConfig, folder: Path) -> PreparedConfig:
+    """Return the config with a record in the folder of the run, and with signals that stop it, unless it has others."""
+    given = load_config(prepared.document).onefold
+    added: dict[str, object] = {"report": str(folder)} if given.report is None else {}
+    if not given.stop.handled:
+        added["stop"] = {"signals": ["SIGTERM", "SIGUSR1"], "seconds": given.stop.seconds}
     own = prepared.document.get("onefold")
-    section = {**(own if isinstance(own, Mapping) else {}), "report": str(folder)}
+    section = {**(own if isinstance(own, Mapping) else {}), **added}
     return replace(prepared, document={**prepared.document, "onefold": section})
 
 
@@ -111,8 +112,7 @@ def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOpti
 
 def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
     """Load the last checkpoint of a resumed or restarted run, and return its number of steps."""
-    restarted = options.save_every > 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if not options.resume and not restarted:
+    if not options.resume and not (options.save_every > 0 and is_restarted(engine)):
         return []
     try:
         path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
@@ -133,6 +133,14 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
         )
     progress.print(f"resuming after step {engine.global_steps}, from {path}")
     return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
+
+
+def is_restarted(engine: Engine) -> bool:
+    """Return whether the launcher of any rank has started this job before. torchrun's counts may differ by node."""
+    count = os.environ.get("ONEFOLD_RESTARTS", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    restarts = torch.tensor(int(count), device=engine.device)
+    dist.all_reduce(restarts, op=dist.ReduceOp.MAX)
+    return bool(restarts)
 
 
 def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
@@ -186,9 +194,14 @@ def train_steps(
         started += step_started - now  # evaluation does not count as training time
         done.append(metrics)
         progress.update(metrics)
-        stops = num_stopping and step < options.steps
-        if options.save_every and (step % options.save_every == 0 or step == options.steps or stops):
+        stops, signalled = num_stopping and step < options.steps, engine.stop_requested
+        saves = options.save_every and (step % options.save_every == 0 or step == options.steps or stops)
+        if saves or signalled:
             save(engine, options, done)
+        if signalled and step < options.steps:
+            command = f"onefold train --resume {options.folder}"
+            progress.print(f"stopped by {signalled.name} after step {step}; continue with {command}")
+            raise SystemExit(128 + signalled)
         if stops:
             progress.print(f"interrupted at step {step}; writing the summary")
             break

@@ -1,0 +1,221 @@
+"""The elastic agent of `onefold launch`: torch keeps the rendezvous, and the agent owns the processes of its ranks.
+
+[Note: how ranks end]
+When a rank fails, its peers fail as well, on broken connections. The agent gives them two seconds to record their
+tracebacks, so that the failure that came first is known, and then kills the process groups of all ranks with SIGKILL:
+a restarted job must not share a device or a port with a process that has not ended yet. SIGTERM is sent only if the
+launcher itself was asked to stop, because ranks answer it by saving a checkpoint. A rank that ends with 128 plus the
+number of a signal was asked to stop as well; then its peers may save, too, and nothing is restarted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
+from onefold.tools.cli.rank_processes import RankEnd, RankProcess, first_failure, print_error, report_failure
+
+# The time in which ranks record their tracebacks after the first failure.
+TRACEBACK_SECONDS = 2.0
+# Added to the time that ranks give themselves to stop.
+MARGIN_SECONDS = 5.0
+
+
+class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
+    """Starts the ranks of this node after each rendezvous, and ends all of them when one fails or a signal arrives."""
+
+    def __init__(self, spec: WorkerSpec, folder: str) -> None:
+        super().__init__(spec)
+        self.failure: RankEnd | None = None
+        """The first failure among the ranks of this node, of the last start."""
+        self._folder = Path(folder)
+        self._processes: list[RankProcess] = []
+        self._changed = threading.Condition()
+        self._num_starts = 0
+        self._signal: signal.Signals | None = None
+        self._signal_at = 0.0
+        self._is_hurried = False
+        self._defers_signals = False
+
+    # -- torch's interface -----------------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        starts, restarts = self._share_counts(worker_group)
+        if starts > 0:
+            count = f"restart {restarts} of {worker_group.spec.max_restarts}"
+            print_error(f"onefold: restarting all ranks, {count if restarts else 'because a node has joined'}")
+        command = [str(worker_group.spec.entrypoint), *worker_group.spec.args]
+        self._processes = []
+        with self._signals_deferred():
+            for worker in worker_group.workers:
+                environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts)}
+                self._processes.append(RankProcess(command, environment, worker.global_rank, self._changed))
+        return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = [process.exit_code for process in self._processes]
+        if not any(codes):
+            if None in codes:
+                return RunResult(state=WorkerState.HEALTHY)
+            values = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        first = self.first_failure()
+        assert first is not None
+        self._wait(self._stop_seconds() if first.was_asked else TRACEBACK_SECONDS)
+        self.failure = first = self.first_failure()
+        assert first is not None
+        self._kill()
+        if first.was_asked:
+            self._remaining_restarts = 0
+        if self._remaining_restarts > 0:
+            report_failure(first)
+        (worker,) = (worker for worker in worker_group.workers if worker.global_rank == first.rank)
+        failure = ProcessFailure(worker.local_rank, first.pid, first.exit_code, error_file="")
+        return RunResult(state=WorkerState.FAILED, failures={first.rank: failure})
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._kill()
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, is_restart: bool = False
+    ) -> None:
+        """End all ranks. If the launcher received a signal, forward it, and give the ranks time to stop."""
+        if self._signal is not None:
+            for process in self._processes:
+                process.send(self._signal)
+            self._wait(self._stop_seconds())
+            self.failure = self.first_failure()
+        self._kill()
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _share_counts(self, worker_group: WorkerGroup) -> tuple[int, int]:
+        """Return the number of earlier starts, and of restarts after failures. Both are the largest of all nodes.
+
+        A node that finds others waiting in the rendezvous restarts without having counted a failure, and the launcher
+        of a node may be new.
+        """
+        group: Any = worker_group  # torch sets its fields in the rendezvous
+        store, spec = group.store, group.spec
+        mine = self._num_starts, spec.max_restarts - self._remaining_restarts
+        store.set(f"onefold/counts/{group.group_rank}", json.dumps(mine))
+        rows = [json.loads(store.get(f"onefold/counts/{node}")) for node in range(group.group_world_size)]
+        starts, restarts = (max(numbers) for numbers in zip(*rows, strict=True))
+        self._num_starts, self._remaining_restarts = starts + 1, max(0, spec.max_restarts - restarts)
+        return starts, restarts
+
+    def _environment(self, worker: Worker, group: WorkerGroup, starts: int, restarts: int) -> dict[str, str]:
+        """Return the variables that a rank finds in its environment: those of torch's launcher, and onefold's own."""
+        spec = group.spec
+        folder = self._folder / f"start_{starts}" / str(worker.local_rank)
+        folder.mkdir(parents=True)
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_NAME": spec.role,
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "ONEFOLD_RESTARTS": str(starts),
+            "ONEFOLD_LAUNCHER": str(os.getpid()),
+            STOP_SECONDS_FILE: str(folder / "stop_seconds"),
+        }
+
+    def first_failure(self) -> RankEnd | None:
+        """Return the first failure among the ranks that have ended."""
+        return first_failure(process.end() for process in self._processes if process.exit_code is not None)
+
+    def _stop_seconds(self) -> float:
+        """Return the time after which ranks that were asked to stop are killed."""
+        return max((process.stop_seconds() for process in self._processes), default=0.0) + MARGIN_SECONDS
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until all ranks have ended, but not longer than `seconds`, nor after a second signal."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while any(process.exit_code is None for process in self._processes) and not self._is_hurried:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(min(left, 0.1))
+
+    def _kill(self) -> None:
+        """Kill the process groups of all ranks."""
+        with self._signals_deferred():
+            for process in self._processes:
+                process.kill()
+
+    # -- signals -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def signals_handled(self) -> Iterator[None]:
+        """Stop the job when a signal arrives: raise torch's SignalException, and end the ranks if it did not do so."""
+        # A signal that is ignored, as SIGHUP by nohup, stays ignored.
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            try:
+                self._kill()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Raise SignalException for the first signal. A second one ends all ranks at once."""
+        if self._signal is None:
+            self._signal, self._signal_at = signal.Signals(number), time.monotonic()
+            if not self._defers_signals:
+                self._raise()
+        elif time.monotonic() - self._signal_at > SAME_SIGNAL_SECONDS:
+            self._is_hurried = True
+
+    def _raise(self) -> None:
+        assert self._signal is not None
+        raise SignalException(f"the launcher received {self._signal.name}", self._signal)
+
+    @contextmanager
+    def _signals_deferred(self) -> Iterator[None]:
+        """Raise SignalException at the end of the context, so that every started process is known and killed once."""
+        early = self._signal is not None
+        self._defers_signals = True
+        try:
+            yield
+        finally:
+            self._defers_signals = False
+        if self._signal is not None and not early:
+            self._raise()
