@@ -230,5 +230,10 @@ class OnefoldSection:
         "Folder in which rank 0 records the run in `run.jsonl`, with one line per step, for `onefold report` and "
         "`onefold watch`. By default, no record is written.",
     )
+    metrics_address: str | None = key(
+        None,
+        "Address (`host:port`) at which rank 0 serves loss, learning rate, gradient norm, memory and traffic of the "
+        "last step to Prometheus, at /metrics and without authentication. By default, nothing listens.",
+    )
     trace: TraceSection = section(TraceSection)
     stop: StopSection = section(StopSection)

@@ -17,10 +17,13 @@ class Monitoring:
     csv_monitor: FileMonitor = field(default_factory=FileMonitor)
     wandb: Wandb = field(default_factory=Wandb)
     comet: Comet = field(default_factory=Comet)
+    metrics_address: str | None = None
+    """The address at which the first rank serves metrics."""
 
     @property
     def enabled(self) -> bool:
-        return any(section.enabled for section in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
+        sections = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
+        return self.metrics_address is not None or any(section.enabled for section in sections)
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,9 @@ def make_plan(config: Config, world_size: int) -> Plan:
             trace=own.trace,
             stop=own.stop,
             record_folder=own.report,
-            monitoring=Monitoring(config.tensorboard, config.csv_monitor, config.wandb, config.comet),
+            monitoring=Monitoring(
+                config.tensorboard, config.csv_monitor, config.wandb, config.comet, own.metrics_address
+            ),
         ),
         optimizer=make_optimizer_spec(config),
         scheduler=make_scheduler_spec(config),

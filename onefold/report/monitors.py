@@ -1,5 +1,7 @@
 """Live monitors under DeepSpeed's config sections and names: TensorBoard, CSV files, Weights & Biases, Comet.
 
+`onefold.metrics_address` adds a server of metrics for Prometheus.
+
 An event is (name, value, samples so far). Only the first rank writes. Packages are imported if a section is enabled.
 `check_installed` raises for a missing package before the engine is built.
 """
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from onefold.config import ConfigError
+from onefold.report.metrics_server import MetricsServer
 
 Event = tuple[str, Any, int]
 
@@ -55,6 +58,7 @@ class MonitorMaster:
         self.wandb_monitor: WandbMonitor | None = None
         self.csv_monitor: CsvMonitor | None = None
         self.comet_monitor: CometMonitor | None = None
+        self.metrics_server: MetricsServer | None = None
         self.enabled: bool = monitor_config.enabled
         if not self.enabled or not _is_first():
             return
@@ -67,10 +71,12 @@ class MonitorMaster:
             self.csv_monitor = CsvMonitor(monitor_config.csv_monitor)
         if monitor_config.comet.enabled:
             self.comet_monitor = CometMonitor(monitor_config.comet)
+        if (address := getattr(monitor_config, "metrics_address", None)) is not None:
+            self.metrics_server = MetricsServer(address)
 
     @property
     def writers(self) -> list[EventWriter]:
-        found = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
+        found = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor, self.metrics_server)
         return [writer for writer in found if writer is not None]
 
     def write_events(self, event_list: Iterable[Event]) -> None:

@@ -44,6 +44,7 @@ COUNT_ALONE = {
     "onefold.batch_chunks",
     "onefold.tiled_loss",
     "onefold.cuda_graphs",
+    "onefold.metrics_address",
     "onefold.tiled_mlp",
     "sequence_parallel_size",
     "onefold.honour_writes",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import socket
 import urllib.error
 import urllib.request
 
 import pytest
+from models import batches, config, net, start
 
 from onefold.config import ConfigError
 from onefold.report.metrics_server import MetricsServer
@@ -59,3 +61,27 @@ def test_a_port_in_use_is_named():
         taken.listen()
         with pytest.raises(ConfigError, match="a port that no other process uses"):
             MetricsServer(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def metrics_of_a_run() -> list[str]:
+    engine = start(net(), config(2, onefold={"metrics_address": "127.0.0.1:0"}))
+    for x, y in batches(3):
+        engine.backward(engine(x, y))
+        engine.step()
+    server = engine.monitor.metrics_server
+    if server is None:
+        return []
+    port, found = server.port, []
+    found = [line.split()[0] for line in get(port).splitlines() if not line.startswith("#")]
+    engine.destroy()
+    del engine, server
+    gc.collect()
+    with pytest.raises(urllib.error.URLError):
+        get(port)
+    return found
+
+
+def test_a_run_serves_its_metrics_from_the_first_rank(on_ranks):
+    first, second = on_ranks(2, metrics_of_a_run)
+    assert {"onefold_train_loss", "onefold_lr", "onefold_grad_norm", "onefold_samples"} <= set(first)
+    assert second == []
