@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# The type of device whose tensors a graph cannot read.
 HOST = "cpu"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_map
 
 from onefold.config import ConfigError
 from onefold.graphs.call_signature import HOST, NotCapturable, signature_of, with_tensors
@@ -183,7 +182,8 @@ class CapturedBlocks:
             return output
         done, output = state.replay(tensors)
         if not done:
-            return self._run_eagerly("called twice, or before an earlier backward", forward, args, kwargs)
+            conflict = "called twice or with other shared arguments, or before an earlier backward"
+            return self._run_eagerly(conflict, forward, args, kwargs)
         self.num_replays += 1
         return output
 
@@ -212,18 +212,6 @@ class CapturedBlocks:
             return str(reason)
         except RuntimeError as error:
             return f"it cannot be captured: {str(error).splitlines()[0]}"
-
-    def returned(self, output: Any) -> Any:
-        """Return the output of the model. Tensors that the next pass would overwrite are copied."""
-        written = [shared.written for shared in self._passes]
-
-        def copied(tensor: Any) -> Any:
-            if not isinstance(tensor, Tensor) or tensor.device.type == HOST:
-                return tensor
-            address = tensor.untyped_storage().data_ptr()
-            return tensor.clone() if any(address in some for some in written) else tensor
-
-        return tree_map(copied, output) if written else output
 
     def remove(self) -> None:
         """Restore the forwards of the modules, and free all graphs."""

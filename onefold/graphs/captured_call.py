@@ -2,16 +2,16 @@
 
 [Note: memory of captured calls]
 All graphs of one pass share a memory pool, which stays allocated between steps. A graph may use memory that an earlier
-graph of the pass has freed, so they are replayed in the order in which they were captured: forwards in the order of
-blocks, then backwards in reverse. A pass may skip blocks, but a block that runs out of order, or while the graph of an
-earlier pass is alive, is not replayed. Outputs and gradients of inputs are tensors of the pool, which the next pass
-overwrites. Gradients of parameters are read before the next graph runs, so they do not keep their memory.
+graph of the pass has freed, so graphs are replayed in the order in which they were captured. A pass may skip blocks. A
+forward that comes out of order, or while the autograd graph of an earlier pass is alive, runs eagerly instead; a
+backward that comes out of order is an error. Whatever a replay returns is copied from the pool at once, because
+programs may keep it, and later graphs write the same memory.
 
 [Note: inputs of captured calls]
-A graph reads its inputs at fixed addresses. The output of a captured block is at such an address already; any other
-input is copied there before the graph runs, once for all blocks that get the same tensor. Parameters of stages 0 to 2
-are read in place. Those that are resharded after use are copied from where they were gathered to memory that all blocks
-share.
+A graph reads its inputs at fixed addresses. They are copied there before the graph runs, once for all blocks that get
+the same tensor. If blocks that got one tensor at the capture get different ones later, the second of them runs eagerly:
+the backward of the first still reads that memory. Parameters of stages 0 to 2 are read in place. Those that are
+resharded after use are copied from where they were gathered to memory that all blocks share.
 """
 
 from __future__ import annotations
@@ -35,9 +35,16 @@ from onefold.graphs.call_signature import (
     without_ownership,
 )
 
+_Version = tuple[weakref.ref[Tensor], int]
+
+
+def _version_of(tensor: Tensor) -> _Version:
+    """Return what identifies a tensor and its values, without keeping it alive."""
+    return weakref.ref(tensor), tensor._version
+
 
 class PassToken:
-    """Lives as long as the autograd graph of one pass."""
+    """An object that the autograd graph of one pass refers to, which shows whether that graph is alive."""
 
 
 class CapturedPass:
@@ -50,35 +57,46 @@ class CapturedPass:
         self.pool = torch.cuda.graph_pool_handle()
         # An input that requires a gradient, for calls that have none of their own.
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        # Addresses of the storages that replays write.
-        self.written: set[int] = set()
-        self.num_calls = 0
         self._stream = torch.cuda.Stream(device)
         # Static copies of inputs: by the id of the input while the pass is captured, and what they have now.
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._current: dict[int, tuple[Tensor, int]] = {}
+        self._current: dict[int, _Version] = {}
         self._weights = weights
         # The token of the present pass, which its autograd graph refers to as well, and that of the last pass.
         self._token: PassToken | None = None
         self._last_token: weakref.ref[PassToken] | None = None
-        self._last_forward = -1
+        # The number of graphs, and the position of the last one that was replayed in this pass.
+        self._num_graphs = 0
+        self._last = -1
 
     def begin(self) -> None:
         """Begin a pass of the model."""
-        self._token, self._last_forward = None, -1
+        self._token, self._last = None, -1
         self._current.clear()
 
-    def enter(self, number: int) -> PassToken | None:
-        """Return the token of the present pass for a call, or None if a replay would overwrite what is in use."""
+    def next_position(self) -> int:
+        """Return the position of a graph that is about to be captured."""
+        self._num_graphs += 1
+        return self._num_graphs - 1
+
+    def enter_forward(self, position: int, inputs: Sequence[tuple[Tensor, Tensor]]) -> PassToken | None:
+        """Return the token of the present pass, or None if a replay would overwrite what is in use."""
         if self._token is None:
             if self._last_token is not None and self._last_token() is not None:
                 return None
             self._token = PassToken()
             self._last_token = weakref.ref(self._token)
-        if number <= self._last_forward:
+        if position <= self._last or not self._can_refresh(inputs):
             return None
-        self._last_forward = number
+        self._last = position
         return self._token
+
+    def enter_backward(self, position: int) -> bool:
+        """Return whether a backward may be replayed, because no later graph has run in this pass."""
+        if position <= self._last:
+            return False
+        self._last = position
+        return True
 
     def end_capture(self) -> None:
         """Forget the inputs of the pass that was captured."""
@@ -90,22 +108,28 @@ class CapturedPass:
 
     def static_input(self, source: Tensor) -> Tensor:
         """Return a tensor at a fixed address with the values of an input."""
-        if source.untyped_storage().data_ptr() in self.written:
-            return source.detach()
         found = self._copies.get(id(source))
         if found is None:
             found = self._copies[id(source)] = source, static_copy(source)
-            self._current[id(found[1])] = source, source._version
+            self._current[id(found[1])] = _version_of(source)
         return found[1]
 
-    def refresh(self, static: Tensor, source: Tensor) -> None:
-        """Copy an input to its fixed address, unless it is there."""
-        if source.data_ptr() == static.data_ptr():
-            return
-        current = self._current.get(id(static))
-        if current is None or current[0] is not source or current[1] != source._version:
-            update(static, source)
-            self._current[id(static)] = source, source._version
+    def _can_refresh(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Return whether no fixed address has another input of this pass."""
+        wanted: dict[int, _Version] = {}
+        for static, source in inputs:
+            reference, version = now = _version_of(source)
+            has = wanted.setdefault(id(static), self._current.get(id(static), now))
+            if has[0] is not reference or has[1] != version:
+                return False
+        return True
+
+    def refresh(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy inputs to their fixed addresses, as far as they are not there."""
+        for static, source in inputs:
+            if id(static) not in self._current:
+                update(static, source)
+                self._current[id(static)] = _version_of(source)
 
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
@@ -160,8 +184,7 @@ class CapturedCall:
     ) -> None:
         self.shared, self._name, self._leaves = shared, name, leaves
         self._load, self._collect, self._deliver = load, collect, deliver
-        self._number = shared.num_calls
-        shared.num_calls += 1
+        self._position = shared.next_position()
         self._statics = [shared.static_input(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
         self._backward: torch.cuda.CUDAGraph | None = None
         load()
@@ -173,10 +196,10 @@ class CapturedCall:
         self._forward = graph
         # The outputs with their autograd graph, until the backward is captured.
         self._recorded: list[Tensor] = found
-        self._structure = with_tensors(output, iter([tensor.detach() for tensor in found]))
-        self._outputs = [tensor.detach() for tensor in found]
+        self._structure = with_tensors(output, iter([torch.empty(0)] * len(found)))
+        self._outputs = [without_ownership(tensor) for tensor in found]
         self._differentiable = [tensor.requires_grad for tensor in found]
-        shared.written.update(tensor.untyped_storage().data_ptr() for tensor in found)
+        self._backward_position = -1
         self._gradients_of_outputs: list[Tensor] = []
         self._gradients_of_inputs: list[Tensor | None] = []
         self._gradients_of_leaves: list[Gradients] = []
@@ -198,20 +221,20 @@ class CapturedCall:
 
     def replay(self, tensors: Sequence[Tensor]) -> tuple[bool, Any]:
         """Return whether the call could be replayed, and its output."""
-        token = self.shared.enter(self._number)
+        given = [*zip(self._statics, tensors, strict=True)]
+        token = self.shared.enter_forward(self._position, given)
         if token is None:
             return False, None
         inputs = [tensor for tensor in tensors if tensor.requires_grad] or [self.shared.anchor]
-        found = _Replay.apply(self, token, tensors, *inputs)  # type: ignore[no-untyped-call]
+        found = _Replay.apply(self, token, given, *inputs)  # type: ignore[no-untyped-call]
         return True, with_tensors(self._structure, iter(found))
 
-    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def replay_forward(self, inputs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
         """Run the forward on new inputs."""
-        for static, tensor in zip(self._statics, tensors, strict=True):
-            self.shared.refresh(static, tensor)
+        self.shared.refresh(inputs)
         self._load()
         self._forward.replay()
-        return tuple(tensor.detach() for tensor in self._outputs)
+        return tuple(tensor.clone() for tensor in self._outputs)
 
     @property
     def constant_outputs(self) -> Iterator[int]:
@@ -224,20 +247,21 @@ class CapturedCall:
         self._load()
         if self._backward is None:
             self._capture_backward(given)
-        for static, gradient in zip(self._gradients_of_outputs, given, strict=True):
-            if static.data_ptr() != gradient.data_ptr():
-                static.copy_(gradient)
         assert self._backward is not None
+        if not self.shared.enter_backward(self._backward_position):
+            raise RuntimeError(
+                f"onefold.cuda_graphs: the backward of {self._name} runs in another order than in the step in which it "
+                "was captured, so its activations may be overwritten. Set cuda_graphs to false."
+            )
+        for static, gradient in zip(self._gradients_of_outputs, given, strict=True):
+            static.copy_(gradient)
         self._backward.replay()
         self._deliver(self._gradients_of_leaves)
-        return [tensor.detach() if tensor is not None else None for tensor in self._gradients_of_inputs]
+        return [tensor.clone() if tensor is not None else None for tensor in self._gradients_of_inputs]
 
     def _capture_backward(self, gradients: Sequence[Tensor]) -> None:
-        written = self.shared.written
-        statics = [
-            gradient.detach() if gradient.untyped_storage().data_ptr() in written else gradient.detach().clone()
-            for gradient in gradients
-        ]
+        self._backward_position = self.shared.next_position()
+        statics = [gradient.detach().clone() for gradient in gradients]
         outputs = [tensor for tensor in self._recorded if tensor.requires_grad]
         inputs = [tensor for tensor in self._statics if tensor.requires_grad]
         wanted = [*inputs, *(leaf for leaf in self._leaves if leaf.requires_grad)]
@@ -253,8 +277,9 @@ class CapturedCall:
             ) from error
         self._recorded.clear()
         self._backward, self._gradients_of_outputs = graph, statics
-        self._gradients_of_inputs = [tensor.detach() if tensor is not None else None for tensor in found[: len(inputs)]]
-        written.update(t.untyped_storage().data_ptr() for t in self._gradients_of_inputs if t is not None)
+        self._gradients_of_inputs = [
+            without_ownership(tensor) if tensor is not None else None for tensor in found[: len(inputs)]
+        ]
         self._gradients_of_leaves = [
             Gradients(without_ownership(some.flat) if some.flat is not None else None, some.present)
             for some in collected
@@ -266,11 +291,10 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: CapturedCall, token: PassToken, tensors: Sequence[Tensor], *inputs: Tensor
+        ctx: Any, call: CapturedCall, token: PassToken, given: Sequence[tuple[Tensor, Tensor]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.token = call, token
-        ctx.copies = [tensor.is_leaf or tensor.retains_grad for tensor in inputs]
-        outputs = call.replay_forward(tensors)
+        outputs = call.replay_forward(given)
         ctx.mark_non_differentiable(*(outputs[index] for index in call.constant_outputs))
         return outputs
 
@@ -283,7 +307,4 @@ class _Replay(torch.autograd.Function):
                 "activations are overwritten. Set cuda_graphs to false for retain_graph=True."
             )
         ctx.token = None
-        found = ctx.call.replay_backward(gradients) or [None]  # of the anchor
-        # A leaf keeps its gradient, which the next pass would overwrite.
-        copied = [t.clone() if t is not None and copies else t for t, copies in zip(found, ctx.copies, strict=True)]
-        return None, None, None, *copied
+        return None, None, None, *(ctx.call.replay_backward(gradients) or [None])  # None for the anchor

@@ -44,7 +44,7 @@ class StepDecision:
         self.losses: list[torch.Tensor] = []
         self._copies: list[HostCopy] = []
         reads, is_first = plan.guards.reads_losses, schedule.in_flight.collective.group.rank == 0
-        self.loss_guard = LossGuard(plan.guards, speaks=is_first) if reads else None
+        self.loss_guard = LossGuard(plan.guards, logs=is_first) if reads else None
         # The comparison of replicas, if the config requests it.
         self.replica_check: ReplicaCheck | None = None
         # Whether the last step was applied.
@@ -93,7 +93,7 @@ class StepDecision:
         self.stop_signal = scalars.stop_signal
         if self.replica_check is not None:
             self.replica_check.run()
-        refusal = self.loss_guard.judge(scalars.losses) if self.loss_guard is not None else None
+        refusal = self.loss_guard.check(scalars.losses) if self.loss_guard is not None else None
         if refusal is not None:
             step.give_up_early("a skipped step")
             step.overflow = self.applied = False

@@ -36,9 +36,9 @@ class Refusal:
 class LossGuard:
     """The losses of the last steps, and the reaction to the next one."""
 
-    def __init__(self, guards: Guards, *, speaks: bool) -> None:
+    def __init__(self, guards: Guards, *, logs: bool) -> None:
         self._guards, self._spike = guards, guards.loss_spike
-        self._speaks = speaks
+        self._logs = logs
         self._recent: deque[float] = deque(maxlen=self._spike.window)
         self._has_warned = False
 
@@ -50,7 +50,7 @@ class LossGuard:
         """Resume with the losses of a checkpoint."""
         self._recent = deque(losses, maxlen=self._spike.window)
 
-    def judge(self, losses: Sequence[float | None]) -> Refusal | None:
+    def check(self, losses: Sequence[float | None]) -> Refusal | None:
         """Check the loss of each rank before a step. None for a rank means that its loss is unknown."""
         known = [loss for loss in losses if loss is not None]
         if len(known) < len(losses):
@@ -69,7 +69,7 @@ class LossGuard:
             return None
         action = self._spike.action
         if action == "warn":
-            if self._speaks:
+            if self._logs:
                 logger.warning("%s", problem)
             return None
         if action == "skip":
@@ -95,7 +95,7 @@ class LossGuard:
         )
 
     def _warn_once(self) -> None:
-        if self._speaks and not self._has_warned:
+        if self._logs and not self._has_warned:
             logger.warning(
                 "losses are not checked (onefold.loss_spike, onefold.nonfinite_gradients), because backward was called "
                 "on the loss directly. Call engine.backward(loss)"

@@ -110,9 +110,6 @@ class Hooks:
                     else:
                         wait = UpdateHook(me, module, Hooks.wait_for_updates, [unit.index])
                         self._handles.append(module.register_forward_pre_hook(wait))
-        if self.graphs is not None:
-            graphs = weakref.ref(self.graphs)
-            self._handles.append(model.register_forward_hook(lambda *given: _returned(graphs(), given[-1])))
         after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
 
@@ -375,11 +372,6 @@ class Hooks:
             unit.end_gather_context()
         if listener is not None:
             listener.parameters_loaded(loaded)
-
-
-def _returned(graphs: CapturedBlocks | None, output: Any) -> Any:
-    """Return what a program may keep of an output of the model."""
-    return graphs.returned(output) if graphs is not None else output
 
 
 def _problem_of(unit: Unit) -> str:

@@ -13,10 +13,13 @@ from graph_cases import (
     Decoder,
     batch,
     hooked,
+    in_another_order,
     odd_programs,
     problems,
     reasons_of,
+    remembered,
     settings,
+    with_other_masks,
 )
 from models import start, weights_of
 
@@ -138,3 +141,18 @@ def losses_of_compiled(stage: int, compiles: bool) -> list[float]:
 def test_reduce_overhead_of_torch(on_nccl_ranks, stage):
     eager, compiled = (on_nccl_ranks(1, losses_of_compiled, stage, compiles)[0] for compiles in (False, True))
     assert compiled == pytest.approx(eager, rel=1e-2)
+
+
+def test_outputs_that_a_program_keeps_are_not_overwritten(on_nccl_ranks):
+    ((eager, graphs),) = on_nccl_ranks(1, remembered)
+    assert graphs == eager
+
+
+def test_blocks_that_shared_an_argument_may_get_different_ones(on_nccl_ranks):
+    ((eager, graphs),) = on_nccl_ranks(1, with_other_masks)
+    assert graphs == eager
+
+
+def test_backwards_in_another_order_are_refused(on_nccl_ranks):
+    (error,) = on_nccl_ranks(1, in_another_order)
+    assert "runs in another order than in the step in which it was captured" in error

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from graph_cases import CASES, EAGER, ReadingBlock, hooked, odd_programs, problems, reasons_of
+from graph_cases import (
+    CASES,
+    EAGER,
+    ReadingBlock,
+    hooked,
+    in_another_order,
+    odd_programs,
+    problems,
+    reasons_of,
+    remembered,
+    with_other_masks,
+)
 from models import more
 from recorded_graphs import recorded_graphs
 
@@ -44,3 +55,18 @@ def test_programs_that_hold_several_graphs(on_ranks):
     ((eager, graphs, error),) = on_ranks(1, recorded, odd_programs)
     assert graphs == eager
     assert "second time" in error
+
+
+def test_outputs_that_a_program_keeps_are_not_overwritten(on_ranks):
+    ((eager, graphs),) = on_ranks(1, recorded, remembered)
+    assert graphs == eager
+
+
+def test_blocks_that_shared_an_argument_may_get_different_ones(on_ranks):
+    ((eager, graphs),) = on_ranks(1, recorded, with_other_masks)
+    assert graphs == eager
+
+
+def test_backwards_in_another_order_are_refused(on_ranks):
+    (error,) = on_ranks(1, recorded, in_another_order)
+    assert "runs in another order than in the step in which it was captured" in error

@@ -20,7 +20,7 @@ from onefold.recovery.rollback_limit import RollbackLimit
 
 def guard(action: str = "raise", factor: float | None = 5, window: int = 8, **more: Any) -> LossGuard:
     spike = LossSpikeSection(factor=factor, window=window, action=action)  # type: ignore[arg-type]
-    return LossGuard(Guards(loss_spike=spike, **more), speaks=False)
+    return LossGuard(Guards(loss_spike=spike, **more), logs=False)
 
 
 def noise(num: int, level: float = 3.0) -> list[float]:
@@ -31,9 +31,9 @@ def noise(num: int, level: float = 3.0) -> list[float]:
 def test_a_spike_is_refused_once_the_window_is_full():
     found = guard()
     for loss in noise(7):
-        assert found.judge([loss]) is None
-    assert found.judge([30.0]) is None  # the window has 7 losses
-    refusal = found.judge([30.0])
+        assert found.check([loss]) is None
+    assert found.check([30.0]) is None  # the window has 7 losses
+    refusal = found.check([30.0])
     assert refusal is not None
     assert isinstance(refusal.error, LossSpikeError)
     assert "the loss 30 is a spike: it is above" in str(refusal.error)
@@ -44,9 +44,9 @@ def test_a_spike_is_refused_once_the_window_is_full():
 def test_the_mean_over_the_ranks_is_compared():
     found = guard()
     for loss in noise(8):
-        found.judge([loss + 1, loss - 1])
-    assert found.judge([4.0, 2.0]) is None
-    assert found.judge([3.0, 9.0]) is not None
+        found.check([loss + 1, loss - 1])
+    assert found.check([4.0, 2.0]) is None
+    assert found.check([3.0, 9.0]) is not None
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_the_mean_over_the_ranks_is_compared():
 def test_the_actions(action, error, rolls_back):
     found = guard(action)
     for loss in noise(8):
-        found.judge([loss])
-    refusal = found.judge([50.0])
+        found.check([loss])
+    refusal = found.check([50.0])
     assert refusal is not None
     assert (type(refusal.error) if refusal.error else None) is error
     assert refusal.error is None or refusal.error.rolls_back is rolls_back
@@ -65,14 +65,14 @@ def test_the_actions(action, error, rolls_back):
 
 def test_a_warning_refuses_nothing():
     found = guard("warn")
-    assert [found.judge([loss]) for loss in [*noise(8), 99.0]] == [None] * 9
+    assert [found.check([loss]) for loss in [*noise(8), 99.0]] == [None] * 9
 
 
 def test_a_new_level_is_accepted_after_half_a_window():
     found = guard("skip", window=16)
     for loss in noise(16):
-        found.judge([loss])
-    refused = [found.judge([loss]) is not None for loss in noise(16, level=6.0)]
+        found.check([loss])
+    refused = [found.check([loss]) is not None for loss in noise(16, level=6.0)]
     assert refused[0]
     assert refused == sorted(refused, reverse=True)
     assert 8 <= sum(refused) <= 10
@@ -81,15 +81,15 @@ def test_a_new_level_is_accepted_after_half_a_window():
 def test_losses_that_hardly_change_have_no_spikes():
     found = guard(factor=3)
     for _ in range(8):
-        found.judge([2.0])
-    assert found.judge([2.05]) is None
-    assert found.judge([2.07]) is not None
+        found.check([2.0])
+    assert found.check([2.05]) is None
+    assert found.check([2.07]) is not None
 
 
 def test_losses_that_are_not_finite():
     """Check that only a rollback reacts to the loss itself. Otherwise the gradients decide."""
-    assert guard().judge([1.0, math.nan]) is None
-    refusal = guard(factor=None, nonfinite="rollback").judge([1.0, math.nan, math.inf])
+    assert guard().check([1.0, math.nan]) is None
+    refusal = guard(factor=None, nonfinite="rollback").check([1.0, math.nan, math.inf])
     assert refusal is not None
     assert isinstance(refusal.error, NonFiniteError)
     assert isinstance(refusal.error, FloatingPointError)
@@ -100,26 +100,26 @@ def test_losses_that_are_not_finite():
 def test_an_unknown_loss_is_not_compared():
     found = guard()
     for loss in noise(8):
-        found.judge([loss])
-    assert found.judge([99.0, None]) is None
+        found.check([loss])
+    assert found.check([99.0, None]) is None
     assert len(found.state_dict()) == 8
 
 
 def test_the_window_of_a_checkpoint_is_restored():
     one, other = guard(), guard()
     for loss in noise(8):
-        one.judge([loss])
+        one.check([loss])
     other.load_state_dict(one.state_dict())
-    assert (one.judge([40.0]) is None, other.judge([40.0]) is None) == (False, False)
+    assert (one.check([40.0]) is None, other.check([40.0]) is None) == (False, False)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=30), st.floats(0.1, 20))
 def test_a_loss_up_to_the_median_is_never_a_spike(losses: list[float], factor: float) -> None:
     found = guard("skip", factor, window=4)
     for loss in losses:
-        found.judge([loss])
+        found.check([loss])
     middle = sorted(losses[-4:])[1]
-    assert found.judge([middle]) is None
+    assert found.check([middle]) is None
 
 
 def test_the_limit_counts_rollbacks_without_progress():
