@@ -106,7 +106,7 @@ def samples(step: int, replica: int, packed: bool = False, prompt: int = 0) -> d
 
 def shifted(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The batch for a plain model, whose labels are those of the next token."""
-    positions = batch.get("position_ids", torch.arange(LENGTH).expand(MICRO, -1))
+    positions = batch.get("position_ids", torch.arange(LENGTH, device=batch["labels"].device).expand(MICRO, -1))
     return batch | {"labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:], "position_ids": positions}
 
 
