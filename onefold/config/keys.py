@@ -368,6 +368,8 @@ def _dtype(path: str, value: Any) -> str:
 
 
 def _choice(path: str, value: Any, choices: tuple[str, ...]) -> str:
+    if isinstance(value, bool) and "on" in choices:  # YAML reads on and off as true and false
+        return "on" if value else "off"
     for choice in choices:
         if _is_word(value, choice.lower()):
             return choice

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
 
 # The type of device whose tensors a graph cannot read.
 HOST = "cpu"
@@ -31,7 +32,15 @@ def signature_of(value: Any, tensors: list[Tensor], what: str = "an argument") -
         return kind, *(signature_of(item, tensors, what) for item in value)
     if kind is dict:
         return kind, *((key, signature_of(item, tensors, what)) for key, item in value.items())
+    if node := _node_of(kind):
+        values, names = node.flatten_fn(value)
+        return str(kind), repr(names), *(signature_of(item, tensors, what) for item in values)
     raise NotCapturable(f"{what} is a {kind.__module__}.{kind.__qualname__}")
+
+
+def _node_of(kind: type) -> Any:
+    """Return how to take apart a subclass of dict that is registered with torch, as the outputs of transformers are."""
+    return SUPPORTED_NODES.get(kind) if issubclass(kind, dict) else None
 
 
 def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -43,6 +52,9 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
         return kind(with_tensors(item, tensors) for item in value)
     if kind is dict:
         return {key: with_tensors(item, tensors) for key, item in value.items()}
+    if node := _node_of(kind):
+        values, names = node.flatten_fn(value)
+        return node.unflatten_fn([with_tensors(item, tensors) for item in values], names)
     return value
 
 

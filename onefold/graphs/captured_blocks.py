@@ -1,4 +1,4 @@
-"""The blocks of a model as CUDA graphs: when they are captured, and which of them run eagerly.
+"""The blocks of a model, or all of it, as CUDA graphs: when they are captured, and what runs eagerly.
 
 [Note: captured blocks]
 With `onefold.cuda_graphs`, the forward of the module of each block is replaced (`CapturedForward`). Hooks of units run
@@ -6,17 +6,16 @@ around it as always, so gathers, reductions and the optimizer stay outside of th
 and its signature: structure and constants of its arguments, layouts of its tensors, autocast and training mode. A
 call that repeats is first run eagerly, the third time while what a graph cannot repeat is looked for (`rehearse`). The
 fourth time it is captured, and from then on it is replayed. Calls that cannot be captured run eagerly, with a reason.
+
+The model itself may be such a block (`encloses`), if its parameters stay unsharded. The others are then parts of its
+graphs. A model that a graph cannot repeat runs eagerly, and its blocks are captured one by one.
 """
 
 from __future__ import annotations
 
 import functools
-import random
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from torch.nn.modules import module as torch_module
 from onefold.config import ConfigError
 from onefold.graphs.call_signature import HOST, NotCapturable, signature_of, with_tensors
 from onefold.graphs.captured_call import CapturedCall, CapturedPass, Gradients
+from onefold.graphs.side_effects import hook_tables, host_random_states, num_hooks, synchronizations
 from onefold.log import logger
 
 # The number of signatures of a block that are captured.
@@ -37,6 +37,10 @@ REHEARSED = 3
 _FIRST_REPORT = REHEARSED + 3
 _NOT_YET = "not captured yet"
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class FlatWeights(Protocol):
@@ -54,7 +58,7 @@ class CapturableBlock:
     """A block as far as its graphs use it.
 
     `deliver` takes the gradients of each flat parameter. `is_own_hook` recognizes hooks that run outside of the
-    captured forward.
+    captured forward, or that a replay need not run.
     """
 
     name: str
@@ -64,6 +68,14 @@ class CapturableBlock:
     is_own_hook: Callable[[Any], bool]
     problem: str = ""
     """Why the block is not captured in any case."""
+    encloses: bool = False
+    """Whether the other blocks are inside of it."""
+    before_forward: Callable[[], None] = _nothing
+    """Makes the parameters ready, which the replaced hooks of modules inside do otherwise."""
+    before_backward: Callable[[], None] = _nothing
+    """Called before a replay writes gradients to the memory in which it delivered the last ones."""
+    square_sum: Callable[[Tensor], Tensor] | None = None
+    """Computes the sum of squares of the gradients of a flat parameter, if graphs shall compute it."""
 
 
 _State = CapturedCall | int | str
@@ -90,6 +102,8 @@ class CapturedBlocks:
         self._captures = False
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
         self._num_passes = 0
+        # Whether the model is called, and may be captured: its blocks are parts of it.
+        self._in_model = False
         self.num_replays = 0
         # The number of eager calls in training by reason.
         self.eager_calls: Counter[str] = Counter()
@@ -122,8 +136,11 @@ class CapturedBlocks:
 
     def describe(self) -> str:
         """Return how many blocks are captured, and why others run eagerly."""
-        captured = sum(any(isinstance(s, CapturedCall) for s in f.states.values()) for f in self._forwards)
-        lines = [f"{captured} of {len(self._forwards)} blocks captured"]
+        captured = {f.block.name for f in self._forwards if any(isinstance(s, CapturedCall) for s in f.states.values())}
+        models = {forward.block.name for forward in self._forwards if forward.block.encloses}
+        blocks = {forward.block.name for forward in self._forwards} - models
+        lines = [f"{len(captured - models)} of {len(blocks)} blocks captured"] if not captured & models else []
+        lines += ["the whole model captured"] if captured & models else []
         by_block = self.reasons
         for reason in dict.fromkeys(by_block.values()):
             names = [name for name, found in by_block.items() if found == reason]
@@ -157,6 +174,8 @@ class CapturedBlocks:
 
     def call(self, forward: CapturedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block in training: replay it, capture it, or run it eagerly."""
+        if self._in_model:
+            return forward.function(*args, **kwargs)
         if problem := forward.block.problem or self._problem_of_call():
             return self._run_eagerly(problem, forward, args, kwargs)
         tensors: list[Tensor] = []
@@ -168,10 +187,30 @@ class CapturedBlocks:
         if isinstance(state, CapturedCall) and (changed := forward.change_since_capture()):
             forward.forget()
             return self._run_eagerly(changed, forward, args, kwargs)
-        if state == REHEARSED:
-            state = forward.states[key] = self._capture(forward, args, kwargs, tensors)
         if isinstance(state, str):
             return self._run_eagerly(state, forward, args, kwargs)
+        self._in_model = forward.block.encloses
+        try:
+            return self._call_captured(forward, key, state, tensors, args, kwargs)
+        finally:
+            self._in_model = False
+
+    def _call_captured(
+        self,
+        forward: CapturedForward,
+        key: Hashable,
+        state: CapturedCall | int,
+        tensors: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a block that is captured, or may be."""
+        if state == REHEARSED:
+            found = forward.states[key] = self._capture(forward, args, kwargs, tensors)
+            if isinstance(found, str):
+                self._in_model = False
+                return self._run_eagerly(found, forward, args, kwargs)
+            state = found
         if isinstance(state, int):
             self.eager_calls[_NOT_YET] += 1
             forward.states[key] = state + 1
@@ -180,6 +219,7 @@ class CapturedBlocks:
             output, problem = forward.rehearse(args, kwargs, tensors)
             forward.states[key] = problem or REHEARSED
             return output
+        forward.block.before_forward()
         done, output = state.replay(tensors)
         if not done:
             conflict = "called twice or with other shared arguments, or before an earlier backward"
@@ -232,9 +272,11 @@ class CapturedForward:
         self.num_captures = 0
         self.moving_weights = [weights for weights in block.weights if not weights.stays_unsharded]
         self._modules = list(module.modules())
-        self._hooks = [hooks for inner in self._modules for hooks in _hook_tables(inner)]
+        self._hooks = [hooks for inner in self._modules for hooks in hook_tables(inner)]
         self._buffers = [inner._buffers for inner in self._modules if inner._buffers]
         self._parameters = [parameter for weights in block.weights for parameter in weights.parameters]
+        # The positions of outputs that got a gradient in the rehearsed step, if this is the model.
+        self._used_outputs: set[int] = set()
         # What a graph depends on and a program may change: tables of hooks, buffers, flags and addresses.
         self._as_captured: tuple[Any, ...] = ()
         functools.update_wrapper(self, self.function, updated=())
@@ -269,20 +311,43 @@ class CapturedForward:
         if problem := self._problem_of_module():
             return self.function(*args, **kwargs), problem
         versions = [tensor._version for tensor in tensors]
-        before, numbers = self._stored(), _host_random_states()
-        with _synchronizations() as found:
+        before, numbers = self._stored(), host_random_states()
+        with synchronizations() as found:
             output = self.function(*args, **kwargs)
+        if self.block.encloses:
+            output, problem = self._watch_outputs(output)
+            if problem:
+                return output, problem
         if found:
             return output, f"it waits for the GPU: {found[0]}"
         if [tensor._version for tensor in tensors] != versions:
             return output, "it writes to its arguments"
-        if _host_random_states() != numbers:
+        if host_random_states() != numbers:
             return output, "it draws random numbers on the host"
         after = self._stored()
         for module, was, now in zip(self._modules, before, after, strict=True):
             if names := [name for name in was.keys() | now.keys() if was.get(name) is not now.get(name)]:
                 return output, f"it changes {', '.join(sorted(names))} of a {type(module).__name__}"
         return output, ""
+
+    def _watch_outputs(self, output: Any) -> tuple[Any, str]:
+        """Find out at which outputs of the model the backward begins, because it is captured with the forward.
+
+        Return the outputs, and why a graph cannot return them, or an empty string.
+        """
+        outputs: list[Tensor] = []
+        try:
+            signature_of(output, outputs, "its output")
+        except NotCapturable as reason:
+            return output, str(reason)
+        self._used_outputs = set()
+        returned = []
+        for position, tensor in enumerate(outputs):
+            if tensor.requires_grad:  # the tensor itself may also get a gradient from another output
+                tensor = tensor.view_as(tensor)
+                tensor.register_hook(functools.partial(_note_position, self._used_outputs, position))
+            returned.append(tensor)
+        return with_tensors(output, iter(returned)), ""
 
     def _problem_of_module(self) -> str:
         """Return why the module cannot be captured, or an empty string."""
@@ -291,12 +356,13 @@ class CapturedForward:
             if id(parameter) not in own and parameter.requires_grad:
                 return f"its parameter {name} belongs to another unit"
         for module in self._modules:
-            for hooks in _hook_tables(module):
-                if not all(module is self.block.module and self.block.is_own_hook(hook) for hook in hooks.values()):
+            for hooks in hook_tables(module):
+                may_have_own = module is self.block.module or self.block.encloses
+                if not all(may_have_own and self.block.is_own_hook(hook) for hook in hooks.values()):
                     return f"a {type(module).__name__} in it has hooks"
         for weights in self.block.weights:
             for parameter in weights.parameters:
-                if _num_hooks(parameter) > (1 if weights.stays_unsharded else 2):  # the engine's own
+                if num_hooks(parameter) > (1 if weights.stays_unsharded else 2):  # the engine's own
                     return "a parameter in it has hooks"
         return ""
 
@@ -342,10 +408,21 @@ class CapturedForward:
 
         def collect(gradients: list[Tensor | None]) -> list[Gradients]:
             remaining = iter(gradients)
-            return [_flattened(weights, [next(remaining) for _ in weights.parameters]) for weights in block.weights]
+            found = [_flattened(weights, [next(remaining) for _ in weights.parameters]) for weights in block.weights]
+            if not block.encloses:
+                return found
+            squares = [
+                block.square_sum(some.flat) if block.square_sum and some.flat is not None else None for some in found
+            ]
+            return [some._replace(square=square, stays=True) for some, square in zip(found, squares, strict=True)]
 
-        block = self.block
-        found = CapturedCall(block.name, shared, tensors, leaves, run, load, collect, block.deliver)
+        block, used = self.block, None
+        if block.encloses:
+            if not self._used_outputs:
+                raise NotCapturable("no output got a gradient in the step before the capture")
+            used = sorted(self._used_outputs)
+        acts = block.deliver, block.before_backward
+        found = CapturedCall(block.name, shared, tensors, leaves, run, load, collect, *acts, used)
         self.num_captures += 1
         self._as_captured = self._surroundings()
         return found
@@ -353,7 +430,7 @@ class CapturedForward:
     def _surroundings(self) -> tuple[Any, ...]:
         """Return what graphs of this block depend on besides arguments and values of parameters."""
         return (
-            [*map(len, self._hooks), *map(_num_hooks, self._parameters)],
+            [*map(len, self._hooks), *map(num_hooks, self._parameters)],
             [module.training for module in self._modules],
             [buffer.data_ptr() for table in self._buffers for buffer in table.values() if buffer is not None],
             [weights.full.data_ptr() for weights in self.block.weights if weights.stays_unsharded],
@@ -385,38 +462,8 @@ def _flattened(weights: FlatWeights, gradients: Sequence[Tensor | None]) -> Grad
     return Gradients(flat, tuple(present))
 
 
-def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _num_hooks(parameter: nn.Parameter) -> int:
-    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return len(parameter._backward_hooks or ()) + len(after or ())
-
-
-def _host_random_states() -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else ()
-    return [random.getstate(), torch.get_rng_state().tolist(), [str(part) for part in state]]
-
-
-@contextmanager
-def _synchronizations() -> Iterator[list[str]]:
-    """Collect the operations on this device that make the host wait for the GPU."""
-    found: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for item in caught:
-        if "synchronizing CUDA" in str(item.message):
-            found.append(f"{item.filename}:{item.lineno}")
-        else:
-            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+def _note_position(positions: set[int], position: int, _: Tensor) -> None:
+    positions.add(position)
 
 
 def _same(value: Any) -> Any:

@@ -157,10 +157,16 @@ class CapturedPass:
 
 
 class Gradients(NamedTuple):
-    """The gradients of the parameters of a flat parameter, None if there are none, and which of them are present."""
+    """The gradients of the parameters of a flat parameter, None if there are none, and which of them are present.
+
+    `square` is the sum of their squares, if the graph computes it. `stays`: the memory keeps its values until
+    `before_backward` is called, instead of until the next graph runs.
+    """
 
     flat: Tensor | None
     present: tuple[int, ...]
+    square: Tensor | None = None
+    stays: bool = False
 
 
 class CapturedCall:
@@ -168,7 +174,10 @@ class CapturedCall:
 
     `run` calls the block with static arguments and leaves in place of its parameters. `load` copies its parameters to
     where `leaves` are views of. `deliver` takes the gradients of leaves after each backward, in the form that `collect`
-    returned for them while the backward was captured.
+    returned for them while the backward was captured. `before_backward` is called before that memory is written.
+
+    The backward is captured when it runs first, or right after the forward if it is known which outputs of the block
+    get gradients (`used`, by the position of the output).
     """
 
     def __init__(
@@ -181,9 +190,11 @@ class CapturedCall:
         load: Callable[[], None],
         collect: Callable[[list[Tensor | None]], list[Gradients]],
         deliver: Callable[[list[Gradients]], None],
+        before_backward: Callable[[], None],
+        used: Sequence[int] | None = None,
     ) -> None:
         self.shared, self._name, self._leaves = shared, name, leaves
-        self._load, self._collect, self._deliver = load, collect, deliver
+        self._load, self._collect, self._deliver, self._before_backward = load, collect, deliver, before_backward
         self._position = shared.next_position()
         self._statics = [shared.static_input(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
         self._backward: torch.cuda.CUDAGraph | None = None
@@ -199,10 +210,14 @@ class CapturedCall:
         self._structure = with_tensors(output, iter([torch.empty(0)] * len(found)))
         self._outputs = [without_ownership(tensor) for tensor in found]
         self._differentiable = [tensor.requires_grad for tensor in found]
+        # The positions of outputs that get gradients. The others have none, or it is zero.
+        self._used = [n for n, is_used in enumerate(self._differentiable) if is_used] if used is None else [*used]
         self._backward_position = -1
         self._gradients_of_outputs: list[Tensor] = []
         self._gradients_of_inputs: list[Tensor | None] = []
         self._gradients_of_leaves: list[Gradients] = []
+        if used is not None:
+            self._capture_backward()
 
     def _check_sources(self, outputs: Sequence[Tensor]) -> None:
         """Raise if gradients flow to a tensor that is neither an argument nor a parameter."""
@@ -241,28 +256,37 @@ class CapturedCall:
         """The positions of outputs without gradients."""
         return (index for index, differentiable in enumerate(self._differentiable) if not differentiable)
 
-    def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward, deliver the gradients of parameters, and return those of the inputs that require them."""
-        given = [gradient for gradient, is_used in zip(gradients, self._differentiable, strict=True) if is_used]
         self._load()
         if self._backward is None:
-            self._capture_backward(given)
+            self._capture_backward()
         assert self._backward is not None
         if not self.shared.enter_backward(self._backward_position):
             raise RuntimeError(
                 f"onefold.cuda_graphs: the backward of {self._name} runs in another order than in the step in which it "
                 "was captured, so its activations may be overwritten. Set cuda_graphs to false."
             )
-        for static, gradient in zip(self._gradients_of_outputs, given, strict=True):
-            static.copy_(gradient)
+        if any(gradient is not None for n, gradient in enumerate(gradients) if n not in self._used):
+            raise RuntimeError(
+                f"onefold.cuda_graphs: the backward of {self._name} begins at an output that had no gradient when it "
+                'was captured. Set cuda_graphs to "blocks".'
+            )
+        self._before_backward()
+        for static, position in zip(self._gradients_of_outputs, self._used, strict=True):
+            gradient = gradients[position]
+            if gradient is None:
+                static.zero_()
+            else:
+                static.copy_(gradient)
         self._backward.replay()
         self._deliver(self._gradients_of_leaves)
         return [tensor.clone() if tensor is not None else None for tensor in self._gradients_of_inputs]
 
-    def _capture_backward(self, gradients: Sequence[Tensor]) -> None:
+    def _capture_backward(self) -> None:
         self._backward_position = self.shared.next_position()
-        statics = [gradient.detach().clone() for gradient in gradients]
-        outputs = [tensor for tensor in self._recorded if tensor.requires_grad]
+        outputs = [self._recorded[position] for position in self._used]
+        statics = [torch.zeros_like(self._outputs[position]) for position in self._used]
         inputs = [tensor for tensor in self._statics if tensor.requires_grad]
         wanted = [*inputs, *(leaf for leaf in self._leaves if leaf.requires_grad)]
         try:
@@ -281,7 +305,7 @@ class CapturedCall:
             without_ownership(tensor) if tensor is not None else None for tensor in found[: len(inputs)]
         ]
         self._gradients_of_leaves = [
-            Gradients(without_ownership(some.flat) if some.flat is not None else None, some.present)
+            some._replace(flat=without_ownership(some.flat)) if some.flat is not None and not some.stays else some
             for some in collected
         ]
 
@@ -294,13 +318,14 @@ class _Replay(torch.autograd.Function):
         ctx: Any, call: CapturedCall, token: PassToken, given: Sequence[tuple[Tensor, Tensor]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.token = call, token
+        ctx.set_materialize_grads(False)
         outputs = call.replay_forward(given)
         ctx.mark_non_differentiable(*(outputs[index] for index in call.constant_outputs))
         return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.token is None:
             raise RuntimeError(
                 "onefold.cuda_graphs: a backward runs through a captured block for the second time, but its "

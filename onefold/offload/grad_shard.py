@@ -43,6 +43,12 @@ class GradShard:
         `with_norm`: also start its sum of squares, so that it overlaps the next reduction.
         """
 
+    def accept_square_sum(self, slot: torch.Tensor, square: torch.Tensor | None) -> None:
+        """Take over the sum of squares of a flat gradient, if the reduced gradient is the same memory."""
+
+    def leave(self, slot: torch.Tensor) -> None:
+        """Copy the gradient to other memory if it is in that of a flat gradient, which is about to be written."""
+
     def forget_square_sum(self) -> None:
         """Discard the sum of squares, because the gradient is about to be written by the caller."""
 
@@ -96,6 +102,15 @@ class DeviceGrad(GradShard):
 
     def square_sum(self) -> torch.Tensor:
         return self._square if self._square is not None else super().square_sum()
+
+    def accept_square_sum(self, slot: torch.Tensor, square: torch.Tensor | None) -> None:
+        if slot is self._slot and slot.numel() == self._size:
+            self._square = square
+
+    def leave(self, slot: torch.Tensor) -> None:
+        if slot is self._slot:
+            self._slot = slot.clone()
+            self.value = self._slot[self._rank * self._size : (self._rank + 1) * self._size]
 
     def forget_square_sum(self) -> None:
         self._square = None

@@ -13,6 +13,8 @@ they have to be compared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from onefold.gpu_kernels import kernels_of
@@ -23,6 +25,8 @@ _CHUNK = 1 << 20
 # signed integer.
 SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
+# Address of a master, address of its model weight, and their number of elements.
+_Addresses = tuple[int, int, int]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _kernels = kernels_of(
@@ -37,6 +41,8 @@ class WriteCheck:
 
     def __init__(self) -> None:
         self._scratch: torch.Tensor | None = None
+        # Addresses and sizes of what a kernel compares at once, and their table on the GPU, by the first of them.
+        self._tables: dict[_Addresses, tuple[list[_Addresses], torch.Tensor]] = {}
 
     def take_over(self, master: torch.Tensor, used: torch.Tensor) -> bool:
         """Copy elements of `used` that are not the master's rounding into the master.
@@ -51,6 +57,23 @@ class WriteCheck:
             return False
         master.copy_(torch.where(rounded == used, master, used.to(master.dtype)))
         return True
+
+    def take_over_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Call `take_over` for pairs of a master and a model weight, in one kernel on a GPU."""
+        kernels = _kernels(pairs[0][0]) if pairs else None
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for master, used in pairs:
+            if kernels is None:
+                self.take_over(master, used)
+            else:
+                by_dtype.setdefault((master.dtype, used.dtype), []).append((master, used))
+        for alike in by_dtype.values():
+            assert kernels is not None
+            addresses = [(master.data_ptr(), used.data_ptr(), master.numel()) for master, used in alike]
+            held = self._tables.get(addresses[0])
+            if held is None or held[0] != addresses:  # addresses are those of the last step, as a rule
+                held = self._tables[addresses[0]] = addresses, kernels.table_of(alike)
+            kernels.take_over_all(*alike[0], held[1])
 
     def _rounded(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if master.dtype == dtype:

@@ -205,13 +205,14 @@ class ElementwiseUpdate:
         tiles: dict[tuple[int, torch.dtype], list[Tile]] = {}
         weights: list[torch.Tensor] = []
         masters: list[torch.Tensor] = []
+        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
         for store, gradient in shards:
             used, out = store.compared_model_weight, publisher_on_device(store).memory(0, store.stop - store.start)
             for segment in store.stepped_segments(0, store.stop - store.start):
                 inside = slice(segment.start, segment.stop)
                 master = store.master[inside].tensor
                 if used is not None:
-                    self.writes.take_over(master, used[inside])
+                    compared.append((master, used[inside]))
                 states = {name: state[inside].tensor for name, state in store.states.items()}
                 begins = segment.group in step.begins
                 tile = Tile(master, gradient[inside], states, segment.group, step.skip, begins)
@@ -219,6 +220,7 @@ class ElementwiseUpdate:
                 if out is not None:
                     weights.append(out[inside])
                     masters.append(master)
+        self.writes.take_over_all(compared)
         for (group, dtype), some in tiles.items():
             rule = self._rules[group]
             assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
@@ -282,16 +284,25 @@ class ElementwiseUpdate:
 
 
 class ElementwiseStep:
-    """The main thread's step of shards with elementwise rules. Small shards of a batch are stepped together."""
+    """The main thread's step of shards with elementwise rules. Small shards are stepped together.
+
+    On a GPU they wait for those of later batches, too, because a kernel of a small shard takes less time than its
+    launch. On a CPU they only wait for those of their batch.
+    """
 
     def __init__(self, rules: Sequence[AnyRule]) -> None:
         self._elementwise = ElementwiseUpdate(rules)
         # Small shards that wait for others, with their gradients, and their elements.
         self._small: list[tuple[ShardStore, torch.Tensor]] = []
         self._num_waiting = 0
+        # Batches whose shards were all passed to `step`, some of which wait.
+        self._batches: list[list[Unit]] = []
+        self._values: StepValues | None = None
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> None:
-        """Step a shard whose state is on the device, now or with others of its batch."""
+        """Step a shard whose state is on the device, now or with others."""
+        if self._values is not step:  # discard what a failed step has left
+            self._small, self._num_waiting, self._batches, self._values = [], 0, [], step
         size, tile = store.stop - store.start, TILE[store.device.type]
         if size <= tile // 2 and self._elementwise.can_join(store):
             if self._num_waiting + size > tile:
@@ -303,19 +314,28 @@ class ElementwiseStep:
         step_shard(whole_window(store), update, publisher_on_device(store))
 
     def step_small(self, step: StepValues) -> None:
-        """Step the small shards that wait for others of their batch."""
+        """Step the small shards that wait for others."""
         small, self._small, self._num_waiting = self._small, [], 0
         if small:
             self._elementwise.update_together(small, step)
 
     def end_batch(self, batch: list[Unit], step: StepValues) -> Iterator[list[Unit]]:
         """Yield the batches whose parameters are final, after all shards of a batch were passed to `step`."""
-        self.step_small(step)
-        yield batch
+        self._batches.append(batch)
+        device = self._small[0][0].device.type if self._small else ""
+        if device != "cuda" or self._num_waiting > TILE[device] // 2:
+            self.step_small(step)
+            yield from self._final_batches()
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
         """Yield the batches that `end_batch` has not yielded, after the last batch."""
-        yield from ()
+        if self._values is not None:
+            self.step_small(self._values)
+        yield from self._final_batches()
+
+    def _final_batches(self) -> list[list[Unit]]:
+        found, self._batches = self._batches, []
+        return found
 
 
 def publisher_on_device(store: ShardStore) -> Publisher:

@@ -21,14 +21,14 @@ class Activations:
     """Classes, names or name patterns of the modules that compute in these tiles. None are MLPs by structure."""
     host_checkpoints: bool = False
     """The inputs of checkpoints in forwards of the model are stored in host memory."""
-    cuda_graphs: bool = False
-    """Forward and backward of blocks are captured in CUDA graphs, which keep their activations allocated."""
+    cuda_graphs: str = "off"
+    """What is captured in CUDA graphs: "blocks", the "model", or what suits the job ("on")."""
 
 
 def make_activations(config: Config) -> Activations:
     """Return the decisions of a config."""
     own = config.onefold
-    if own.cuda_graphs and own.batch_chunks != 0:
+    if own.cuda_graphs != "off" and own.batch_chunks != 0:
         raise ConfigError(
             "onefold.cuda_graphs captures the forward of a block, and onefold.batch_chunks calls it once per chunk and "
             "recomputes it. Use one of them."

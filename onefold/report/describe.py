@@ -157,9 +157,12 @@ def _describe_activations(units: Sequence[Unit], plan: Activations) -> list[str]
         tiled = {id(forward) for forward in forwards if isinstance(forward, TiledForward)}
         tiles = f"{plan.mlp_tiles} tiles" if plan.mlp_tiles else f"tiles {about}"
         lines.append(f"tiled MLPs        {len(tiled)} modules compute and recompute their tokens in {tiles}")
-    if plan.cuda_graphs:
+    if plan.cuda_graphs != "off":
         blocks = [unit for unit in units if unit.is_block and not unit.encloses]
-        lines.append(f"CUDA graphs       forward and backward of {len(blocks)} blocks, from their fourth call on")
+        captured = {"model": "the model", "blocks": f"{len(blocks)} blocks"}.get(
+            plan.cuda_graphs, "the model or blocks"
+        )
+        lines.append(f"CUDA graphs       forward and backward of {captured}, from the fourth call on")
     if plan.host_checkpoints:
         lines.append("checkpoints       inputs of recomputed functions in host memory")
     return lines

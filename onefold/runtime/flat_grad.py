@@ -134,6 +134,8 @@ class FlatGrad:
         self._accumulates = plan.accumulates
         # Whether the slot has a gradient of each parameter.
         self._filled = bytearray(len(parameters))
+        # The gradient of a graph whose memory is the slot, or the reduced gradient.
+        self._borrowed: Gradients | None = None
         # Gradients that are not in slots yet. The flat gradients of an engine share it.
         self.batch = GradientBatch()
         self.shard = store.make_grad(self._reduced_dtype, in_place=self._in_place)
@@ -201,10 +203,28 @@ class FlatGrad:
         self.dropped.discard(index)
         self.batch.add(self, index, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
+    def borrow(self, gradients: Gradients, pool: Pool) -> None:
+        """Use the memory of a graph as the slot, if it keeps its values until `return_borrowed` is called."""
+        flat = gradients.flat
+        if flat is None or not gradients.stays or self.slot is not None or flat.dtype != self._slot_dtype:
+            return
+        self.slot, self._borrowed = pool.adopt(flat), gradients
+
+    def return_borrowed(self) -> None:
+        """Copy a borrowed gradient to memory of its own."""
+        flat, self._borrowed = self._borrowed.flat if self._borrowed is not None else None, None
+        if flat is not None:
+            self.slot = flat.clone() if self.slot is flat else self.slot
+            self.shard.leave(flat)
+
     def accumulate_flat(self, gradients: Gradients, pool: Pool) -> None:
         """Add the gradients of several parameters to the slot, before a graph writes their memory again."""
         assert gradients.flat is not None
         slot, present = self._require_slot(pool), gradients.present
+        if slot is gradients.flat:
+            for index in present:
+                self._filled[index] = 1
+            return
         self.batch.copy()
         self.dropped.difference_update(present)
         num_filled = sum(self._filled[index] for index in present)
@@ -240,6 +260,7 @@ class FlatGrad:
     def unreduced(self, index: int) -> torch.Tensor | None:
         """Return this rank's accumulated gradient of one parameter before its reduction, or None."""
         self.batch.copy()
+        self.return_borrowed()
         if self.slot is None or self.shard.value is not None or not self._filled[index] or index in self.dropped:
             return None
         member = self.layout.members[index]
@@ -267,6 +288,8 @@ class FlatGrad:
         assert self.slot is not None
         slot, self.slot = self.slot, None
         self.shard.accept(slot, pool, self.layout.shape_key)
+        if self._borrowed is not None and self._plan.scaling.prescale == 1.0:
+            self.shard.accept_square_sum(slot, self._borrowed.square)
 
     @property
     def reduced(self) -> torch.Tensor:
@@ -293,6 +316,7 @@ class FlatGrad:
             return None
         member, parameter = self.layout.members[index], self._parameters[index]
         scaled = self._plan.precision.compute is torch.float16
+        self.return_borrowed()  # the program may keep the gradient
         if self.layout.num_shards == 1 and self._plan.num_replicas == 1 and not scaled:
             self.shard.wait()
             flat = self.slot if self.slot is not None else self.shard.value
@@ -337,6 +361,7 @@ class FlatGrad:
             slot, self.slot = self.slot, None
             pool.give_back(slot, self.layout.shape_key)
         self.shard.drop(pool, self.layout.shape_key)
+        self._borrowed = None
         for drops in (self.dropped, self.drops_at_end, self.drops_of_sums):
             drops.clear()
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from onefold.config import ConfigError
 from onefold.fp8 import Fp8Linear
 from onefold.graphs import CapturableBlock, CapturedBlocks, Gradients
+from onefold.offload.grad_offload import square_sum
 from onefold.runtime.batch_chunks import ChunkedBlocks
 from onefold.runtime.call_hooks import (
     ModuleHook,
@@ -79,7 +80,8 @@ class Hooks:
         tiles = (plan.activations.tiled_modules, plan.activations.mlp_tiles)
         self._tiles = TiledModules(model, *tiles) if plan.activations.mlp_tiles != 0 else None
         schedule.chunk_checks = self._blocks.checks if self._blocks is not None else None
-        self.graphs = self._capture_blocks(model) if plan.activations.cuda_graphs else None
+        scope = plan.activations.cuda_graphs
+        self.graphs = self._capture_blocks(model, scope) if scope != "off" else None
         me = weakref.ref(self)
         self._handles.append(model.register_forward_pre_hook(ModuleHook(me, model, Hooks.before_root_forward)))
         self._handles.append(model.register_state_dict_pre_hook(ModuleHook(me, model, Hooks.before_root_state_dict)))
@@ -113,38 +115,75 @@ class Hooks:
         after = ModuleHook(me, model, Hooks.after_root_forward)
         self._handles.append(model.register_forward_hook(after, always_call=True))
 
-    def _capture_blocks(self, model: nn.Module) -> CapturedBlocks:
-        """Replace the forwards of blocks, to capture them in CUDA graphs."""
-        device = self._schedule.units[0].params[0].device
+    def _capture_blocks(self, model: nn.Module, scope: str) -> CapturedBlocks:
+        """Replace the forwards of blocks, and of the model if its parameters stay unsharded, to capture them."""
+        schedule = self._schedule
+        device = schedule.units[0].params[0].device
         if any(module._compiled_call_impl is not None for module in model.modules()):  # type: ignore[attr-defined]
             raise ConfigError(f"onefold.cuda_graphs: {COMPILED_AND_CAPTURED}")
         me = weakref.ref(self)
 
-        def deliver(number: int, gradients: list[Gradients]) -> None:
-            hooks = me()
+        def deliver(numbers: list[int], gradients: list[Gradients]) -> None:
+            hooks, remaining = me(), iter(gradients)
             if hooks is not None:
-                hooks.gradients_ready(number, gradients)
+                for number in numbers:
+                    hooks.gradients_ready(number, [next(remaining) for _ in hooks._schedule.units[number].params])
 
+        captured = [unit for unit in schedule.units if unit.is_block and not unit.encloses]
         blocks = [
             CapturableBlock(
                 unit.name,
                 unit.module,
                 unit.params,
-                partial(deliver, unit.index),
+                partial(deliver, [unit.index]),
                 lambda hook: isinstance(hook, ModuleHook),
                 _problem_of(unit),
             )
-            for unit in self._schedule.units
-            if unit.is_block and not unit.encloses
+            for unit in captured
         ]
+        if scope != "blocks" and self._may_capture_model(model, asked=scope == "model"):
+            units = schedule.units[::-1]  # in the order of the backward
+            whole = CapturableBlock(
+                "the model",
+                model,
+                [param for unit in units for param in unit.params],
+                partial(deliver, [unit.index for unit in units]),
+                lambda hook: isinstance(hook, ModuleHook),
+                "it multiplies in FP8" if _multiplies_in_fp8(model) else "",
+                encloses=True,
+                before_forward=while_alive(Hooks.wait_for_all_updates, me),
+                before_backward=while_alive(Hooks.return_borrowed_gradients, me),
+                square_sum=square_sum if schedule.alone else None,
+            )
+            blocks.append(whole)
         context = weakref.ref(self._context)
-        is_first = self._schedule.agreement.group.rank == 0
+        is_first = schedule.agreement.group.rank == 0
 
         def in_forward() -> bool:
             found = context()
             return found is not None and found.depth > 0
 
         return CapturedBlocks(blocks, device, in_forward, logs=is_first)
+
+    def _may_capture_model(self, model: nn.Module, *, asked: bool) -> bool:
+        """Return whether the model is captured as a whole.
+
+        By default this is so if no gradient would wait for the end of the backward to be reduced or copied to the host.
+        """
+        params = [param for unit in self._schedule.units for param in unit.params]
+        if not all(param.stays_unsharded for param in params):
+            if asked:
+                raise ConfigError(
+                    'onefold.cuda_graphs "model" needs parameters that stay unsharded, but stage 3 shards them. Use '
+                    '"blocks", or stage 2.'
+                )
+            return False
+        return asked or (self._schedule.alone and not any(param.store.is_offloaded for param in params))
+
+    def return_borrowed_gradients(self) -> None:
+        """Copy gradients that are in the memory of a graph, which is about to be written."""
+        for param in self._schedule.trained_params():
+            param.grad.return_borrowed()
 
     def _watch_calls(self, unit: Unit, module: nn.Module, search: int = 0) -> None:
         """Call a unit before and after forwards of a module. `search`: which of the unit's searches a forward runs."""
@@ -378,9 +417,11 @@ def _problem_of(unit: Unit) -> str:
     """Return why a block cannot be captured, or an empty string."""
     if unit.reduces_at_end:
         return "it shares parameters with other modules"
-    if any(isinstance(module, Fp8Linear) for module in unit.module.modules()):
-        return "it multiplies in FP8"
-    return ""
+    return "it multiplies in FP8" if _multiplies_in_fp8(unit.module) else ""
+
+
+def _multiplies_in_fp8(module: nn.Module) -> bool:
+    return any(isinstance(inner, Fp8Linear) for inner in module.modules())
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):

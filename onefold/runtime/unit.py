@@ -171,8 +171,11 @@ class Unit:
 
     def receive_gradients(self, gradients: Sequence[Gradients]) -> None:
         """Accumulate the gradients of all flat parameters at once, as a captured backward produces them."""
-        self._open_for_gradients()
         found = [(param, some) for param, some in zip(self.params, gradients, strict=True) if some.flat is not None]
+        if self.context.before_step and self.grad_state is GradientState.EMPTY:
+            for param, some in found:
+                param.grad.borrow(some, self.context.in_flight.pool)
+        self._open_for_gradients()
         for param, some in found:
             param.grad.accumulate_flat(some, self.context.in_flight.pool)
         for param, some in found:

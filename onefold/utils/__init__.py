@@ -47,6 +47,7 @@ class _Place:
         if shard.value is None:
             return None
         shard.wait()
+        self.param.grad.return_borrowed()  # the program may keep it
         return _Range(self, Buffer.of(shard.value), self.param.own_range[0])
 
     def state(self, name: str, *, local: bool) -> _Range | None:

@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()), h
 
 
-def settings(stage: int, graphs: bool, **others: Any) -> dict[str, Any]:
+def settings(stage: int, graphs: bool | str, **others: Any) -> dict[str, Any]:
     others = {"bf16": {"enabled": True}, **others}
     own = {"cuda_graphs": graphs, **others.pop("onefold", {})}
     return config(stage, onefold=own, **others)
@@ -73,7 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(folder: str, stage: int, graphs: bool, case: str) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+def trained(folder: str, stage: int, graphs: bool | str, case: str) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Losses and weights of a run with evaluations, another length, frozen weights and a resume in it."""
     torch.manual_seed(0)
     own = dict(CASES[case])
@@ -103,15 +103,18 @@ def trained(folder: str, stage: int, graphs: bool, case: str) -> tuple[list[floa
     told = None
     if graphs:
         found = engine._hooks.graphs
-        told = [found.reasons, found.num_replays > 0, dict(found.eager_calls)]
+        replays = found.num_replays
+        few = 10  # steps since the resume
+        is_replayed = 0 < replays < few if graphs == "model" else replays > few
+        told = [found.reasons, is_replayed, found.describe()]
     weights = {name: tensor.cpu() for name, tensor in weights_of(engine.module).items()}
     weights |= {name: tensor.cpu() for name, tensor in engine.module.named_buffers()}
     engine.destroy()
     return [loss.item() for loss in losses], weights, told
 
 
-def problems(folder: str, stage: int, case: str) -> list[Any]:
-    eager, graphs = (trained(folder, stage, on, case) for on in (False, True))
+def problems(folder: str, stage: int, case: str, scope: str = "blocks") -> list[Any]:
+    eager, graphs = (trained(folder, stage, on, case) for on in (False, scope))
     wrong: list[Any] = []
     if differing := [n for n, (a, b) in enumerate(zip(eager[0], graphs[0], strict=True)) if a != b]:
         wrong.append(f"losses differ at {differing[:3]}")
@@ -153,8 +156,8 @@ EAGER = {
 }
 
 
-def reasons_of(kind: type[nn.Module]) -> tuple[set[str], int]:
-    engine = start(Decoder(kind), settings(2, True))
+def reasons_of(kind: type[nn.Module], scope: str = "blocks") -> tuple[set[str], int]:
+    engine = start(Decoder(kind), settings(2, scope))
     for number in range(6):
         engine.backward(engine(batch(number))[0])
         engine.step()
@@ -166,7 +169,7 @@ def reasons_of(kind: type[nn.Module]) -> tuple[set[str], int]:
 
 def hooked() -> list[Any]:
     """A hook of the user is added after the capture, and removed again."""
-    engine, seen = start(Decoder(), settings(2, True)), []
+    engine, seen = start(Decoder(), settings(2, "blocks")), []
     handle = None
     graphs = engine._hooks.graphs
     counts = []
@@ -182,10 +185,10 @@ def hooked() -> list[Any]:
     return [len(seen), counts[5] - counts[4], counts[9] - counts[8]]
 
 
-def odd_programs() -> list[Any]:
+def odd_programs(scope: str) -> list[Any]:
     """Two forwards before their backwards, outputs that are kept, gradients of inputs, and a retained graph."""
     found: list[Any] = []
-    for graphs in (False, True):
+    for graphs in (False, scope):
         torch.manual_seed(0)
         engine = start(Decoder(), settings(2, graphs))
         values, kept = [], []
@@ -263,7 +266,7 @@ def remembered() -> list[list[float]]:
 def with_other_masks() -> list[list[float]]:
     """Blocks that shared a mask at the capture get two masks in some steps."""
     found = []
-    for graphs in (False, True):
+    for graphs in (False, "blocks"):
         torch.manual_seed(0)
         engine, losses = start(Towers(), settings(2, graphs)), []
         for number in range(14):
@@ -282,7 +285,7 @@ def with_other_masks() -> list[list[float]]:
 
 def in_another_order() -> str:
     """The backwards of two towers run in another order than at the capture."""
-    engine = start(Towers(), settings(2, True))
+    engine = start(Towers(), settings(2, "blocks"))
     for number in range(8):
         one, other = engine(batch(number))
         first, second = (one, other) if number < 7 else (other, one)
@@ -295,3 +298,47 @@ def in_another_order() -> str:
         engine.step()
     engine.destroy()
     return "no error"
+
+
+def kept_gradients() -> list[list[float]]:
+    """Gradients that a program keeps, reads, writes or adds to, while the model is captured as a whole."""
+    found = []
+    for graphs in (False, "model"):
+        torch.manual_seed(0)
+        engine, kept, values = start(Decoder(), settings(2, graphs)), [], []
+        for number in range(16):
+            weight = engine.module.blocks[1].up.weight
+            engine.backward(engine(batch(number))[0])
+            if number % 4 == 1:
+                kept.append(weight.grad)
+            elif number % 4 == 2:
+                weight.grad.mul_(2)
+            elif number % 4 == 3:  # a second backward before the step adds its gradients
+                engine.backward(engine(batch(number + 1))[0])
+            engine.step()
+            values.append(engine.get_global_grad_norm())
+        if weight.is_cuda:  # on a CPU the pool reuses the memory
+            values += [gradient.float().abs().sum().item() for gradient in kept]
+        assert not graphs or engine._hooks.graphs.num_replays > 10
+        engine.destroy()
+        found.append(values)
+    return found
+
+
+def other_outputs() -> tuple[list[list[float]], str]:
+    """A loss of the first output, then one of the second, whose gradient the graph does not take."""
+    found = []
+    for graphs in (False, "model"):
+        torch.manual_seed(0)
+        engine, losses = start(Decoder(), settings(2, graphs)), []
+        for number in range(8):
+            loss, _ = engine(batch(number))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+    try:
+        engine.backward(engine(batch(0))[1].float().mean())
+    except RuntimeError as error:
+        return found, str(error)
+    return found, "no error"

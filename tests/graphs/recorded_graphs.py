@@ -63,8 +63,8 @@ def recorded_graphs(monkeypatch: Any) -> Iterator[None]:
     with monkeypatch.context() as patched:
         patched.setattr(captured_blocks, "CapturedPass", RecordedPass)
         patched.setattr(captured_call, "without_ownership", lambda tensor: tensor)
-        patched.setattr(captured_blocks, "_host_random_states", random.getstate)  # dropout draws from torch's
-        patched.setattr(captured_blocks, "_synchronizations", lambda: nullcontext([]))
+        patched.setattr(captured_blocks, "host_random_states", random.getstate)  # dropout draws from torch's
+        patched.setattr(captured_blocks, "synchronizations", lambda: nullcontext([]))
         patched.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patched.setattr(torch.cuda, "Stream", lambda device: None)
         patched.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -8,10 +8,14 @@ import pytest
 from graph_cases import (
     CASES,
     EAGER,
+    DrawingBlock,
     ReadingBlock,
+    StoringBlock,
     hooked,
     in_another_order,
+    kept_gradients,
     odd_programs,
+    other_outputs,
     problems,
     reasons_of,
     remembered,
@@ -39,6 +43,37 @@ def test_bits_are_those_of_eager_steps(on_ranks, tmp_path, world, case, stage):
     assert on_ranks(world, recorded, problems, str(tmp_path), stage, case) == [[]] * world
 
 
+@pytest.mark.parametrize(
+    ("stage", "case"), [(0, "fp16"), (1, "accumulation"), (2, "plain"), more(2, "clipping"), more(2, "overlap"),
+                        more(0, "fp32"), more(2, "autocast"), more(2, "offload")],
+)  # fmt: skip
+def test_a_model_captured_as_a_whole_has_the_bits_of_eager_steps(on_ranks, tmp_path, case, stage):
+    assert on_ranks(1, recorded, problems, str(tmp_path), stage, case, "model") == [[]]
+
+
+@pytest.mark.parametrize("stage", [1, more(0), more(2)])
+def test_several_ranks_capture_the_model_if_they_are_asked_to(on_ranks, tmp_path, stage):
+    assert on_ranks(2, recorded, problems, str(tmp_path), stage, "clipping", "model") == [[], []]
+
+
+def test_gradients_of_a_captured_model_may_be_kept_and_written(on_ranks):
+    ((eager, graphs),) = on_ranks(1, recorded, kept_gradients)
+    assert graphs == eager
+
+
+def test_a_backward_from_another_output_is_refused(on_ranks):
+    (((eager, graphs), error),) = on_ranks(1, recorded, other_outputs)
+    assert graphs == eager
+    assert "an output that had no gradient" in error
+
+
+@pytest.mark.parametrize("kind", [StoringBlock, DrawingBlock])
+def test_a_model_that_a_graph_cannot_repeat_runs_eagerly(on_ranks, kind):
+    ((reasons, num_replays),) = on_ranks(1, recorded, reasons_of, kind, "model")
+    assert num_replays == 0
+    assert any(EAGER[kind] in reason for reason in reasons)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in EAGER if kind is not ReadingBlock])
 def test_blocks_that_graphs_cannot_repeat_run_eagerly(on_ranks, kind):
     ((reasons, num_replays),) = on_ranks(1, recorded, reasons_of, kind)
@@ -51,8 +86,9 @@ def test_hooks_run(on_ranks):
     assert on_ranks(1, recorded, hooked) == [[4, 4, 3]]
 
 
-def test_programs_that_hold_several_graphs(on_ranks):
-    ((eager, graphs, error),) = on_ranks(1, recorded, odd_programs)
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_programs_that_hold_several_graphs(on_ranks, scope):
+    ((eager, graphs, error),) = on_ranks(1, recorded, odd_programs, scope)
     assert graphs == eager
     assert "second time" in error
 
