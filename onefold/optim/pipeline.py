@@ -202,7 +202,7 @@ class ElementwiseUpdate:
 
         A kernel of a small shard takes less time than its launch.
         """
-        tiles: dict[tuple[int, torch.dtype], list[Tile]] = {}
+        parts: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]] = {}
         weights: list[torch.Tensor] = []
         masters: list[torch.Tensor] = []
         compared: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -214,19 +214,20 @@ class ElementwiseUpdate:
                 if used is not None:
                     compared.append((master, used[inside]))
                 states = {name: state[inside].tensor for name, state in store.states.items()}
-                begins = segment.group in step.begins
-                tile = Tile(master, gradient[inside], states, segment.group, step.skip, begins)
-                tiles.setdefault((segment.group, master.dtype), []).append(tile)
+                parts.setdefault((segment.group, master.dtype), []).append((master, gradient[inside], states))
                 if out is not None:
                     weights.append(out[inside])
                     masters.append(master)
         self.writes.take_over_all(compared)
-        for (group, dtype), some in tiles.items():
-            rule = self._rules[group]
+        for (group, dtype), some in parts.items():
+            rule, begins = self._rules[group], group in step.begins
             assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
-            scaled = self._scaled_together([tile.gradient for tile in some], step.coefficient, dtype)
-            some = [replace(tile, gradient=gradient) for tile, gradient in zip(some, scaled, strict=True)]
-            rule.apply_together(some, step.groups[group], step.number)
+            scaled = self._scaled_together([gradient for _, gradient, _ in some], step.coefficient, dtype)
+            tiles = [
+                Tile(master, gradient, states, group, step.skip, begins)
+                for (master, _, states), gradient in zip(some, scaled, strict=True)
+            ]
+            rule.apply_together(tiles, step.groups[group], step.number)
         if weights:
             torch._foreach_copy_(weights, masters)
 
@@ -297,12 +298,13 @@ class ElementwiseStep:
         self._num_waiting = 0
         # Batches whose shards were all passed to `step`, some of which wait.
         self._batches: list[list[Unit]] = []
+        self._num_final = 0
         self._values: StepValues | None = None
 
     def step(self, store: ShardStore, gradient: torch.Tensor, step: StepValues) -> None:
         """Step a shard whose state is on the device, now or with others."""
         if self._values is not step:  # discard what a failed step has left
-            self._small, self._num_waiting, self._batches, self._values = [], 0, [], step
+            self._small, self._num_waiting, self._batches, self._num_final, self._values = [], 0, [], 0, step
         size, tile = store.stop - store.start, TILE[store.device.type]
         if size <= tile // 2 and self._elementwise.can_join(store):
             if self._num_waiting + size > tile:
@@ -318,14 +320,14 @@ class ElementwiseStep:
         small, self._small, self._num_waiting = self._small, [], 0
         if small:
             self._elementwise.update_together(small, step)
+        self._num_final = len(self._batches)
 
     def end_batch(self, batch: list[Unit], step: StepValues) -> Iterator[list[Unit]]:
         """Yield the batches whose parameters are final, after all shards of a batch were passed to `step`."""
         self._batches.append(batch)
-        device = self._small[0][0].device.type if self._small else ""
-        if device != "cuda" or self._num_waiting > TILE[device] // 2:
+        if not (self._small and self._small[0][0].device.type == "cuda"):
             self.step_small(step)
-            yield from self._final_batches()
+        yield from self._final_batches()
 
     def end_step(self, batches: Sequence[list[Unit]]) -> Iterator[list[Unit]]:
         """Yield the batches that `end_batch` has not yielded, after the last batch."""
@@ -334,7 +336,7 @@ class ElementwiseStep:
         yield from self._final_batches()
 
     def _final_batches(self) -> list[list[Unit]]:
-        found, self._batches = self._batches, []
+        found, self._batches, self._num_final = self._batches[: self._num_final], self._batches[self._num_final :], 0
         return found
 
 
