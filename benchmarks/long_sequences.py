@@ -92,9 +92,20 @@ def train(options: argparse.Namespace, size: int) -> dict[str, Any]:
     }
 
 
+def share_gpus() -> None:
+    """Let ranks beyond the number of GPUs share them ([Note: NCCL ranks on one GPU] in `launch.py`)."""
+    import torch
+
+    num_gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if 0 < num_gpus < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        own = {"NCCL_HOSTID": f"host{local_rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        os.environ.update(own, LOCAL_RANK=str(local_rank % num_gpus))
+
+
 def main() -> None:
     options = parse_arguments()
     if options.worker is not None:
+        share_gpus()
         found = train(options, options.worker)
         if os.environ.get("RANK", "0") == "0":
             print("FIGURES " + json.dumps(found), flush=True)
@@ -109,7 +120,7 @@ def main() -> None:
         )
         lines = [line for line in done.stdout.splitlines() if "FIGURES " in line]
         if not lines:
-            print(f"{size} | failed: {done.stderr.strip().splitlines()[-1:]}")
+            print(f"{size} | failed: {done.stderr.strip().splitlines()[-8:]}")
             continue
         row = json.loads(lines[0].split("FIGURES ", 1)[1])
         times = row["seconds"]
