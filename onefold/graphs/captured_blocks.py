@@ -71,9 +71,8 @@ class CapturableBlock:
     encloses: bool = False
     """Whether the other blocks are inside of it."""
     before_forward: Callable[[], None] = _nothing
-    """Makes the parameters ready, which the replaced hooks of modules inside do otherwise."""
-    before_backward: Callable[[], None] = _nothing
-    """Called before a replay writes gradients to the memory in which it delivered the last ones."""
+    """Called before each replay. It makes the parameters ready, which the replaced hooks of modules inside do otherwise,
+    and copies gradients that are in the memory of the graphs."""
     square_sum: Callable[[Tensor], Tensor] | None = None
     """Computes the sum of squares of the gradients of a flat parameter, if graphs shall compute it."""
 
@@ -421,8 +420,7 @@ class CapturedForward:
             if not self._used_outputs:
                 raise NotCapturable("no output got a gradient in the step before the capture")
             used = sorted(self._used_outputs)
-        acts = block.deliver, block.before_backward
-        found = CapturedCall(block.name, shared, tensors, leaves, run, load, collect, *acts, used)
+        found = CapturedCall(block.name, shared, tensors, leaves, run, load, collect, block.deliver, used)
         self.num_captures += 1
         self._as_captured = self._surroundings()
         return found

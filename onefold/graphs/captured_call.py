@@ -159,8 +159,9 @@ class CapturedPass:
 class Gradients(NamedTuple):
     """The gradients of the parameters of a flat parameter, None if there are none, and which of them are present.
 
-    `square` is the sum of their squares, if the graph computes it. `stays`: the memory keeps its values until
-    `before_backward` is called, instead of until the next graph runs.
+    `square` is the sum of their squares, if the graph computes it. `stays`: the memory of both keeps its values until
+    the next forward of the block, instead of until the next graph runs. It may not outlive that forward, because the
+    forward was captured first and may use the same memory.
     """
 
     flat: Tensor | None
@@ -174,7 +175,7 @@ class CapturedCall:
 
     `run` calls the block with static arguments and leaves in place of its parameters. `load` copies its parameters to
     where `leaves` are views of. `deliver` takes the gradients of leaves after each backward, in the form that `collect`
-    returned for them while the backward was captured. `before_backward` is called before that memory is written.
+    returned for them while the backward was captured.
 
     The backward is captured when it runs first, or right after the forward if it is known which outputs of the block
     get gradients (`used`, by the position of the output).
@@ -190,11 +191,10 @@ class CapturedCall:
         load: Callable[[], None],
         collect: Callable[[list[Tensor | None]], list[Gradients]],
         deliver: Callable[[list[Gradients]], None],
-        before_backward: Callable[[], None],
         used: Sequence[int] | None = None,
     ) -> None:
         self.shared, self._name, self._leaves = shared, name, leaves
-        self._load, self._collect, self._deliver, self._before_backward = load, collect, deliver, before_backward
+        self._load, self._collect, self._deliver = load, collect, deliver
         self._position = shared.next_position()
         self._statics = [shared.static_input(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
         self._backward: torch.cuda.CUDAGraph | None = None
@@ -272,7 +272,6 @@ class CapturedCall:
                 f"onefold.cuda_graphs: the backward of {self._name} begins at an output that had no gradient when it "
                 'was captured. Set cuda_graphs to "blocks".'
             )
-        self._before_backward()
         for static, position in zip(self._gradients_of_outputs, self._used, strict=True):
             gradient = gradients[position]
             if gradient is None:

@@ -111,6 +111,7 @@ class DeviceGrad(GradShard):
         if slot is self._slot:
             self._slot = slot.clone()
             self.value = self._slot[self._rank * self._size : (self._rank + 1) * self._size]
+            self._square = None  # it is in memory that is about to be written as well
 
     def forget_square_sum(self) -> None:
         self._square = None

@@ -204,14 +204,14 @@ class FlatGrad:
         self.batch.add(self, index, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
     def borrow(self, gradients: Gradients, pool: Pool) -> None:
-        """Use the memory of a graph as the slot, if it keeps its values until `return_borrowed` is called."""
+        """Use the memory of a graph as the slot, if it keeps its values until the next forward of the graph."""
         flat = gradients.flat
         if flat is None or not gradients.stays or self.slot is not None or flat.dtype != self._slot_dtype:
             return
         self.slot, self._borrowed = pool.adopt(flat), gradients
 
     def return_borrowed(self) -> None:
-        """Copy a borrowed gradient to memory of its own."""
+        """Copy a borrowed gradient to memory of its own, before a graph writes the borrowed memory."""
         flat, self._borrowed = self._borrowed.flat if self._borrowed is not None else None, None
         if flat is not None:
             self.slot = flat.clone() if self.slot is flat else self.slot

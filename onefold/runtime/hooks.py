@@ -151,8 +151,7 @@ class Hooks:
                 lambda hook: isinstance(hook, ModuleHook),
                 "it multiplies in FP8" if _multiplies_in_fp8(model) else "",
                 encloses=True,
-                before_forward=while_alive(Hooks.wait_for_all_updates, me),
-                before_backward=while_alive(Hooks.return_borrowed_gradients, me),
+                before_forward=while_alive(Hooks.before_graph_of_model, me),
                 square_sum=square_sum if schedule.alone else None,
             )
             blocks.append(whole)
@@ -180,8 +179,9 @@ class Hooks:
             return False
         return asked or (self._schedule.alone and not any(param.store.is_offloaded for param in params))
 
-    def return_borrowed_gradients(self) -> None:
-        """Copy gradients that are in the memory of a graph, which is about to be written."""
+    def before_graph_of_model(self) -> None:
+        """Wait for updated parameters, and copy gradients of an earlier backward out of the memory of the graphs."""
+        self.wait_for_all_updates()
         for param in self._schedule.trained_params():
             param.grad.return_borrowed()
 
