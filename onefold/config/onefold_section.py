@@ -217,9 +217,9 @@ class OnefoldSection:
         "off",
         "Capture forward and backward in CUDA graphs, which take one launch each. blocks: one graph for each block; "
         "model: one for the whole model, whose gradients are reduced after the backward, in stages 0 to 2; on (or "
-        "true): the model if there is one rank and nothing is sharded or offloaded, otherwise blocks. They are captured "
-        "the fourth time that they are called with the same shapes, and run eagerly before that, in evaluation, and if "
-        "a graph could not repeat them.",
+        "true): the model if there is one rank and nothing is sharded or offloaded, otherwise blocks. They are "
+        "captured the fourth time that they are called with the same shapes, and run eagerly before that, in "
+        "evaluation, and if a graph could not repeat them.",
     )
     nccl_error_handling: Literal["onefold", "torch"] = key(
         "onefold",

@@ -71,8 +71,8 @@ class CapturableBlock:
     encloses: bool = False
     """Whether the other blocks are inside of it."""
     before_forward: Callable[[], None] = _nothing
-    """Called before each replay. It makes the parameters ready, which the replaced hooks of modules inside do otherwise,
-    and copies gradients that are in the memory of the graphs."""
+    """Called before each replay. It makes the parameters ready, which the replaced hooks of modules do otherwise, and
+    copies gradients that are in the memory of the graphs."""
     square_sum: Callable[[Tensor], Tensor] | None = None
     """Computes the sum of squares of the gradients of a flat parameter, if graphs shall compute it."""
 
