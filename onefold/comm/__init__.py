@@ -27,6 +27,7 @@ from onefold.comm.hang_detector import world_detector
 from onefold.comm.mesh import (
     Group,
     data_group,
+    expert_group,
     init_distributed,
     local_device,
     local_rank,
@@ -64,6 +65,7 @@ __all__ = [
     "assert_same_on_all_ranks",
     "broadcast_from",
     "data_group",
+    "expert_group",
     "init_distributed",
     "is_backend_error",
     "local_device",

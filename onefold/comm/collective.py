@@ -44,6 +44,8 @@ class Reduction:
     add: bool
     error: ErrorFeedback | None = None
     """The quantization errors of earlier reductions, which quantized transport adds to the gradient."""
+    span: int | None = None
+    """The number of neighbouring ranks that sum, each its slice; None for all ranks."""
 
     def store(self, total: torch.Tensor) -> None:
         """Store the sum in `target`, or add it."""

@@ -34,22 +34,24 @@ class Exchange:
         self._tags = count() if group.is_fake else _tags.setdefault(group.process_group, count())
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
-        if self.group.size == 1:
-            for reduction in reductions:
+        sent = [reduction for reduction in reductions if self._span(reduction) > 1]
+        for reduction in reductions:
+            if self._span(reduction) == 1:
                 reduction.store(reduction.source)
+        if not sent:
             return Pending(lambda: None)
         jobs: list[tuple[Reduction, torch.Tensor, torch.Tensor]] = []
 
         def exchanges() -> Iterator[tuple[PeerExchange, int]]:
-            for reduction in reductions:
-                source, tag = self._on_wire(reduction), self.reserve_tag()
-                size = source.numel() // self.group.size
+            for reduction in sent:
+                source, tag, span = self._on_wire(reduction), self.reserve_tag(), self._span(reduction)
+                size = source.numel() // span
                 if self._receives_in_target(reduction):
                     inbox = reduction.target.view(reduction.wire)[-size:] if size else source[:0]
                 else:
-                    inbox = self._pool.take(size * (self.group.size - 1), reduction.wire)
-                for row, peer in enumerate(self.group.peers):
-                    outgoing, incoming = source.narrow(0, peer * size, size), inbox.narrow(0, row * size, size)
+                    inbox = self._pool.take(size * (span - 1), reduction.wire)
+                for row, peer in enumerate(self.group.peers_within(span)):
+                    outgoing, incoming = source.narrow(0, peer % span * size, size), inbox.narrow(0, row * size, size)
                     yield PeerExchange(peer, outgoing, incoming), tag
                 jobs.append((reduction, source, inbox))
 
@@ -59,12 +61,16 @@ class Exchange:
 
         return self._start("reduce-scatter", exchanges(), add)
 
+    def _span(self, operation: Reduction | AllGatherOp) -> int:
+        """Return the number of ranks that take part in an operation."""
+        return operation.span or self.group.size
+
     def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         def exchanges() -> Iterator[tuple[PeerExchange, int]]:
             for op in ops:
                 own, tag = op.place_input(self.group.rank, self.group.size), self.reserve_tag()
-                span, size = op.span or self.group.size, own.numel()
-                for peer in self.group.peers if span == self.group.size else self.group.peers_within(span):
+                span, size = self._span(op), own.numel()
+                for peer in self.group.peers_within(span):
                     yield PeerExchange(peer, own, op.output.narrow(0, peer % span * size, size)), tag
 
         return self._start("gather", exchanges())
@@ -116,11 +122,13 @@ class Exchange:
         return self._pool.take(reduction.source.numel(), reduction.wire).copy_(reduction.source)
 
     def _add(self, reduction: Reduction, source: torch.Tensor, inbox: torch.Tensor) -> None:
-        group = self.group
-        size = source.numel() // group.size
-        pieces = {peer: inbox.narrow(0, row * size, size) for row, peer in enumerate(group.peers)}
-        pieces[group.rank] = source.narrow(0, group.rank * size, size)
-        add_tree([pieces[rank] for rank in range(group.size)], reduction.target, add=reduction.add)
+        span = self._span(reduction)
+        size, place = source.numel() // span, self.group.rank % span
+        pieces = {
+            peer % span: inbox.narrow(0, row * size, size) for row, peer in enumerate(self.group.peers_within(span))
+        }
+        pieces[place] = source.narrow(0, place * size, size)
+        add_tree([pieces[rank] for rank in range(span)], reduction.target, add=reduction.add)
         if not self._receives_in_target(reduction):
             self._pool.give_back(inbox)
         if source is not reduction.source:
@@ -134,7 +142,7 @@ class Exchange:
         (`receives_in_target`).
         """
         target, wire = reduction.target, reduction.wire
-        if self.group.size != 2 or target.device.type != "cpu" or reduction.add:
+        if self._span(reduction) != 2 or target.device.type != "cpu" or reduction.add:
             return False
         is_apart = target.untyped_storage()._cdata != reduction.source.untyped_storage()._cdata
         return is_apart and (target.dtype == wire or target.itemsize > wire.itemsize)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,7 +35,7 @@ from onefold.comm.hang_detector import world_detector
 from onefold.comm.job_environment import find_ranks
 from onefold.comm.nodes import Nodes
 
-DATA_AXIS, SEQUENCE_AXIS = "data", "sequence"
+DATA_AXIS, SEQUENCE_AXIS, EXPERT_AXIS = "data", "sequence", "expert"
 # The ledger's group for traffic between nodes.
 ACROSS = "across"
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -294,7 +294,7 @@ def data_group(node_size: int | None = None, replicas: int = 1) -> Group:
     return Group(DATA_AXIS, process_group, host, nodes, replicas)
 
 
-_sequence_groups: dict[int, tuple[dist.ProcessGroup, Group]] = {}
+_groups: dict[tuple[str, int], tuple[dist.ProcessGroup, Group]] = {}
 
 
 def sequence_group(size: int, data: Group) -> Group:
@@ -302,25 +302,42 @@ def sequence_group(size: int, data: Group) -> Group:
 
     It is made once per process group and size. All ranks call this together.
     """
+    return _group_of_axis(
+        SEQUENCE_AXIS, size, [range(start, start + size) for start in range(0, data.size, size)], data
+    )
+
+
+def expert_group(size: int, data: Group) -> Group:
+    """Return the group of `size` ranks of `data` that together have all experts. Its rank i computes with part i.
+
+    Ranks with the same experts are neighbours, so the ranks of a group are apart by their number. The group is made
+    once per process group and size. All ranks call this together.
+    """
+    distance = data.size // size
+    return _group_of_axis(EXPERT_AXIS, size, [range(place, data.size, distance) for place in range(distance)], data)
+
+
+def _group_of_axis(axis: str, size: int, groups: Sequence[range], data: Group) -> Group:
+    """Return the group with this rank, out of the groups along an axis of the mesh."""
+    own_ranks = next(ranks for ranks in groups if data.rank in ranks)
+    nodes = data.nodes.among(own_ranks)
     if data.is_fake:
-        return replace(data, axis=SEQUENCE_AXIS, nodes=data.nodes.among(0, size), replicas=1)
+        return replace(data, axis=axis, nodes=nodes, replicas=1)
     world = dist.group.WORLD
     assert world is not None, "init_distributed comes first"
-    found = _sequence_groups.get(size)
+    found = _groups.get((axis, size))
     if found is not None and found[0] is world:
         return found[1]
     kind = "nccl" if "nccl" in str(dist.get_backend()) else "gloo"
-    first = data.rank - data.rank % size
     own: dict[str, dist.ProcessGroup] = {}
     with world_detector().waiting_for("the process groups"):
-        for start in range(0, data.size, size):
-            ranks = list(range(start, start + size))
+        for ranks in groups:
             for backend in dict.fromkeys((kind, "gloo")):
-                group = dist.new_group(ranks, backend=backend, timeout=timeout_of(world))
-                if start == first:
+                group = dist.new_group(list(ranks), backend=backend, timeout=timeout_of(world))
+                if ranks is own_ranks:
                     own[backend] = group
-    group = Group(SEQUENCE_AXIS, own[kind], own["gloo"], data.nodes.among(first, size))
-    _sequence_groups[size] = world, group
+    group = Group(axis, own[kind], own["gloo"], nodes)
+    _groups[axis, size] = world, group
     return group
 
 

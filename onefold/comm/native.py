@@ -29,11 +29,12 @@ class Native(CollectiveWrapper):
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
+        reductions, others = self._start_spanned(reductions)
         with self._comm_stream.enter(), ledger.timed("reduce-scatter", group.axis):
             # Casts have no other reference, so sources are kept until the sums are stored.
             sources = [reduction.source.to(reduction.wire) for reduction in reductions]
             totals = [_total(*pair, group.size) for pair in zip(reductions, sources, strict=True)]
-            works = self._launch("reduce_scatter", totals, sources)
+            works = self._launch("reduce_scatter", totals, sources) if reductions else []
             ledger.count("reduce-scatter", group.axis, sum(total.nbytes for total in totals) * (group.size - 1))
 
         def complete() -> None:
@@ -42,8 +43,15 @@ class Native(CollectiveWrapper):
                     work.wait()
                 for reduction, _, total in zip(reductions, sources, totals, strict=True):
                     reduction.store(total)
+            others.finish()
 
         return self._comm_stream.pending(complete)
+
+    def _start_spanned(self, reductions: Sequence[Reduction]) -> tuple[list[Reduction], Pending]:
+        """Start the reductions of only some ranks. Return those of all ranks, which are not started."""
+        spanned = [reduction for reduction in reductions if reduction.span is not None]
+        over_all = [reduction for reduction in reductions if reduction.span is None]
+        return over_all, self._plain.start_reduce_scatter(spanned) if spanned else Pending(lambda: None)
 
     def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         group, ledger = self.group, self._ledger
@@ -110,6 +118,7 @@ class AllToAll(Native):
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
         group, ledger = self.group, self._ledger
+        reductions, others = self._start_spanned(reductions)
         with self._comm_stream.enter():
             rounds = list(split_into_rounds(reductions, [each.source.to(each.wire) for each in reductions], group.size))
 
@@ -119,6 +128,7 @@ class AllToAll(Native):
                     pieces = self._exchange(chunks)
                     for chunk, ordered in zip(chunks, pieces, strict=True):
                         add_tree(ordered, chunk.target, add=chunk.add)
+            others.finish()
 
         return self._comm_stream.pending(complete)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -63,9 +63,9 @@ class Nodes:
         place = rank - self.ranks(self.of(rank)).start
         return self.ranks(node)[place % self.sizes[node]]
 
-    def among(self, first: int, num_ranks: int) -> Nodes:
-        """Return the nodes of these consecutive ranks alone, which are numbered from 0."""
+    def among(self, ranks: Iterable[int]) -> Nodes:
+        """Return the nodes of these increasing ranks alone, which are numbered from 0."""
         counts: dict[int, int] = {}
-        for rank in range(first, first + num_ranks):
+        for rank in ranks:
             counts[self.of(rank)] = counts.get(self.of(rank), 0) + 1
         return Nodes(tuple(counts.values()))

@@ -33,12 +33,15 @@ class StagedExchange:
         self._worker = _workers[group.process_group]
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
-        shards = [torch.empty(r.source.numel() // self.group.size, dtype=r.target.dtype) for r in reductions]
+        shards = [torch.empty(r.target.shape, dtype=r.target.dtype) for r in reductions]
 
         def send(sources: list[torch.Tensor]) -> Pending:
             jobs = zip(sources, shards, reductions, strict=True)
             return self._host.start_reduce_scatter(
-                [Reduction(source, shard, reduction.wire, add=False) for source, shard, reduction in jobs]
+                [
+                    Reduction(source, shard, reduction.wire, add=False, span=reduction.span)
+                    for source, shard, reduction in jobs
+                ]
             )
 
         def copy_back() -> None:

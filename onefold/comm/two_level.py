@@ -72,14 +72,17 @@ class TwoLevel(CollectiveWrapper):
     def _crosses(self, op: AllGatherOp) -> bool:
         """Return whether any rank gathers from another node. The answer is the same on all ranks."""
         span = op.span or self.group.size
-        return any(len(self.group.nodes.among(first, span).sizes) > 1 for first in range(0, self.group.size, span))
+        return any(
+            len(self.group.nodes.among(range(first, first + span)).sizes) > 1
+            for first in range(0, self.group.size, span)
+        )
 
     def _hops_of(self, op: AllGatherOp) -> tuple[list[PeerExchange], list[PeerExchange]]:
         """Return the exchanges with neighbours and agents, and those from agents on to their neighbours."""
         group, span = self.group, op.span or self.group.size
         own = op.place_input(group.rank, group.size)
         start = group.rank - group.rank % span
-        nodes, rank = group.nodes.among(start, span), group.rank - start
+        nodes, rank = group.nodes.among(range(start, start + span)), group.rank - start
         mine = nodes.of(rank)
 
         def slice_of(other: int) -> torch.Tensor:

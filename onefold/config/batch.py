@@ -8,6 +8,7 @@ from onefold.config.schema import Config
 from onefold.errors import ConfigError
 
 _SEQUENCE = "sequence_parallel_size"
+_EXPERTS = "onefold.expert_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,17 @@ def check_topology(config: Config, world_size: int) -> None:
             'onefold.node_sums_dtype = "fp16" needs fp16.enabled, because sums overflow without a loss scale. Use '
             '"bf16" or "fp32".'
         )
-    sizes = {"onefold.node_size": config.onefold.node_size, _SEQUENCE: config.sequence_parallel_size}
+    sizes = {
+        "onefold.node_size": config.onefold.node_size,
+        _SEQUENCE: config.sequence_parallel_size,
+        _EXPERTS: config.onefold.expert_parallel_size,
+    }
     if zero.stage == 3:
         sizes["zero_optimization.zero_hpz_partition_size"] = zero.zero_hpz_partition_size
         sizes["zero_optimization.mics_shard_size"] = max(zero.mics_shard_size, 0)
     _check_divides(world_size, sizes)
+    if config.onefold.expert_parallel_size > 1:
+        _check_experts(config)
     if num_replicas(config, world_size) == 1:
         return
     if zero.mics_shard_size == 1:
@@ -127,6 +134,26 @@ def check_topology(config: Config, world_size: int) -> None:
             raise ConfigError(
                 f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
                 f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
+            )
+
+
+def _check_experts(config: Config) -> None:
+    """Raise for keys that cannot be combined with expert parallelism."""
+    zero, own = config.zero_optimization, config.onefold
+    asked = {
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_optimization.mics_shard_size": zero.mics_shard_size > 0,
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "onefold.batch_chunks": own.batch_chunks != 0,
+        "onefold.cuda_graphs": own.cuda_graphs != "off",
+        _SEQUENCE: config.sequence_parallel_size > 1,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"{_EXPERTS} = {own.expert_parallel_size} and {name} cannot be combined yet. Leave out one of the two."
             )
 
 

@@ -213,6 +213,13 @@ class OnefoldSection:
         "`fc2`, ...), without experts.",
         switch="tiled_mlp",
     )
+    expert_parallel_size: int = key(
+        1,
+        "Number of parts into which the experts of a mixture of experts are divided. Each rank computes one part, and "
+        "ranks send each other the tokens for their experts, instead of gathering all experts. It must divide the "
+        "number of ranks and of experts.",
+        minimum=1,
+    )
     cuda_graphs: Literal["off", "on", "blocks", "model"] = key(
         "off",
         "Capture forward and backward in CUDA graphs, which take one launch each. blocks: one graph for each block; "

@@ -12,6 +12,7 @@ from torch import nn
 from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
+from onefold.experts import divided_expert_layers, expert_parameters, make_expert_parallel
 from onefold.fp8 import convert_layers
 from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.chosen import ChosenOptimizer
@@ -47,7 +48,10 @@ def build_state(
     groups = chosen.group_of_each() if chosen is not None else {}
     states = chosen.states_of_groups() if chosen is not None else []
     fp8 = convert_layers(model, plan.fp8, device, unsharded_shape)
-    units, memory = lay_out(model, plan, groups, states, group, ledger, device, shared, fp8.of_weights(model))
+    layers = divided_expert_layers(model, plan.num_expert_parts)
+    units, memory = lay_out(
+        model, plan, groups, states, group, ledger, device, shared, fp8.of_weights(model), expert_parameters(layers)
+    )
     schedule = Schedule(units, plan, collective, ledger, Pool(device), memory)
     trained = {id(each) for param in schedule.trained_params() for each in param.parameters}
     left_alone = [p for p in model.parameters() if p.requires_grad and id(p) not in trained and id(p) not in shared]
@@ -56,7 +60,10 @@ def build_state(
         decision.replica_check = ReplicaCheck(schedule, model, plan.guards.replica_check_every)
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
     sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
-    state = TrainState(model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, fp8)
+    experts = make_expert_parallel(layers, plan.num_expert_parts, group, ledger, device)
+    state = TrainState(
+        model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, experts, fp8
+    )
     if plan.activations.loss_tiles != 0:
         state.replacements += tile_losses(model, plan.activations.loss_tiles)
     if plan.activations.host_checkpoints:

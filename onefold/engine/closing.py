@@ -71,6 +71,7 @@ class EngineParts:
             while self.state.replacements:
                 self.state.replacements.pop().remove()
             self.state.sequence.close()
+            self.state.experts.close()
             self.state.fp8.close()
             if schedule.memory is not None:
                 schedule.memory.close()

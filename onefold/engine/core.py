@@ -405,6 +405,7 @@ class Engine(nn.Module):
     global_rank = property(lambda self: dist.get_rank(), doc="The rank of this process.")
     world_size = property(lambda self: self.state.group.size, doc="The number of ranks.")
     sequence_parallel = property(lambda self: self.state.sequence, doc="Parts of batches and their mean loss.")
+    expert_parallel = property(lambda self: self.state.experts, doc="The experts that this rank computes.")
 
     @property
     def stop_requested(self) -> signal.Signals | None:

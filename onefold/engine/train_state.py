@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import Group
+from onefold.experts import ExpertParallel
 from onefold.fp8 import Fp8Layers
 from onefold.loader import ResumableLoader
 from onefold.log import logger
@@ -40,6 +41,7 @@ class TrainState:
     left_alone: list[nn.Parameter]
     """Parameters that require gradients and are in no optimizer group."""
     sequence: SequenceParallel
+    experts: ExpertParallel
     fp8: Fp8Layers
     replacements: list[TiledLoss | HostCheckpoints] = field(default_factory=list)
     """Functions of the model that are replaced until the engine is closed."""

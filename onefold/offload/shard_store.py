@@ -184,16 +184,17 @@ class ShardStore:
 
     def make_grad(self, dtype: torch.dtype, *, in_place: bool) -> GradShard:
         """Allocate the reduced gradient in the tier in which the step reads it."""
-        size, delays = self.spec.layout.shard_size, self._plan.delays_host
+        layout, delays = self.spec.used_layout, self._plan.delays_host
+        size = layout.shard_size
         if not self.is_offloaded:
-            self.grad = DeviceGrad(size, dtype, self._rank, in_place=in_place)
+            self.grad = DeviceGrad(size, dtype, self._rank % layout.num_shards, in_place=in_place)
         else:
             assert self._memory is not None
             self.grad = HostGrad(
                 size,
                 dtype,
                 self._memory,
-                alone=self.spec.layout.num_shards == 1,
+                alone=layout.num_shards == 1,
                 delays=delays,
                 steps_on_device=self._memory.bus.crosses and is_streamed(self._plan, self.spec),
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -137,8 +138,21 @@ class FlatParamSpec:
     """The device has a copy of the offloaded parameter shard, until a step changes it."""
     multiplies_in_fp8: bool = False
     """The parameters are weights of layers that multiply in FP8."""
+    num_expert_parts: int = 1
+    """The number of equal parts of stacked experts. A rank computes with one of them, in every stage ([Note: experts
+    of a rank] in `experts/parallel.py`)."""
     has_second_state: bool = False
     """There is a second master and a second tensor of each state ([Note: speculative steps])."""
+
+    @cached_property
+    def used_layout(self) -> Layout:
+        """The layout of what a forward uses and a backward returns: everything, or the experts of this rank."""
+        return self.layout.part(self.num_expert_parts)
+
+    @property
+    def span(self) -> int | None:
+        """The number of neighbouring ranks that compute with the same parameters; None for all ranks."""
+        return self.used_layout.num_shards if self.num_expert_parts > 1 else None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -169,7 +183,7 @@ class FlatParamSpec:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded parameter."""
-        return self.layout.total * self.dtype.itemsize
+        return self.used_layout.total * self.dtype.itemsize
 
     def buffers(self, plan: Plan) -> list[BufferSpec]:
         """Return the buffers of one rank."""
@@ -192,7 +206,7 @@ class FlatParamSpec:
         return [shard, BufferSpec(SECONDARY, kind, Tier.DEVICE, layout.total // plan.node_shard_size, self.dtype)]
 
     def _gradient_buffers(self, plan: Plan) -> Iterator[BufferSpec]:
-        layout, kind = self.layout, BufferKind.GRADIENT
+        layout, kind = self.used_layout, BufferKind.GRADIENT
         in_place = reduces_in_place(plan, self, plan.num_micro_steps)
         # An unsharded gradient accumulates until it is reduced.
         dtype = plan.precision.of_gradient(self.dtype, plan.num_micro_steps if plan.keeps_unsharded_gradient else 1)
@@ -234,7 +248,10 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
     """Return whether a flat parameter is never resharded.
 
     This is the case if the plan replicates parameters, if it is persistent, or if sharding would save no memory.
+    Experts that are divided are resharded in every stage.
     """
+    if spec.num_expert_parts > 1:
+        return False
     if not plan.shards_parameters or spec.persistent:
         return True
     if spec.layout.num_shards > 1 or spec.residency.parameters is not Tier.DEVICE or plan.shards_on_one_rank:
@@ -250,20 +267,21 @@ def gathers_in_fp8(plan: Plan, spec: FlatParamSpec) -> bool:
 
 def gathered_bytes(plan: Plan, spec: FlatParamSpec) -> int:
     """Compute the bytes that an all-gather of a flat parameter fills."""
-    return spec.layout.total if gathers_in_fp8(plan, spec) else spec.unsharded_bytes
+    return spec.used_layout.total if gathers_in_fp8(plan, spec) else spec.unsharded_bytes
 
 
 def adopts_gradient(plan: Plan, spec: FlatParamSpec) -> bool:
     """Return whether a gradient of autograd can be the flat gradient on a CPU, because it has the same layout."""
-    layout = spec.layout
+    layout = spec.used_layout
     return not plan.keeps_unsharded_gradient and len(layout.members) == 1 and layout.numel == layout.total
 
 
 def receives_in_target(plan: Plan, spec: FlatParamSpec) -> bool:
     """Return whether one of two CPU ranks receives the slice of the other in the reduced gradient, without a buffer."""
-    if spec.layout.num_shards != 2 or reduces_in_place(plan, spec, plan.num_micro_steps):
+    num_ranks = spec.used_layout.num_shards
+    if num_ranks != 2 or reduces_in_place(plan, spec, plan.num_micro_steps):
         return False
-    reduced = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, spec.layout.num_shards)
+    reduced = plan.precision.of_reduced(spec.dtype, plan.num_micro_steps, num_ranks)
     if spec.residency.offloads_states:  # the host adds micro-steps
         reduced = master_dtype(reduced)
     elif plan.accumulates:
@@ -274,7 +292,7 @@ def receives_in_target(plan: Plan, spec: FlatParamSpec) -> bool:
 
 def reduces_in_place(plan: Plan, spec: FlatParamSpec, num_micro_steps: int) -> bool:
     """Return whether the reduced gradient shard is a slice of the flat gradient, so that it needs no extra memory."""
-    num_ranks = spec.layout.num_shards
+    num_ranks = spec.used_layout.num_shards
     if spec.residency.offloads_states:
         return False
     if not plan.keeps_unsharded_gradient:

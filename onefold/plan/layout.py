@@ -86,6 +86,20 @@ class Layout:
         ]
         return tuple(zip(shapes, strides, (member.start for member in self.members), strict=True))
 
+    def part(self, num_parts: int) -> Layout:
+        """Return the layout of one of equal parts of a single parameter, divided along its first dimension."""
+        if num_parts == 1:
+            return self
+        (member,) = self.members
+        shape = (member.shape[0] // num_parts, *member.shape[1:])
+        part = Member(member.name, shape, member.group, 0, member.stop // num_parts)
+        return Layout((part,), self.num_shards // num_parts, self.total // num_parts)
+
+    def has_parts(self, num_parts: int) -> bool:
+        """Return whether `part` exists: each part has whole shards, without padding."""
+        of_one = len(self.members) == 1 and self.numel == self.total
+        return of_one and self.num_shards % num_parts == 0 and self.members[0].shape[0] % num_parts == 0
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_size, (rank + 1) * self.shard_size
 

@@ -100,7 +100,8 @@ def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:
         while len(in_flight) >= (REDUCTIONS_IN_FLIGHT if plan.overlap else 1):
             in_flight.popleft()
         while (
-            in_flight and sum(spec.layout.total for some in (*in_flight, batch) for spec in some) > plan.reduce_bucket
+            in_flight
+            and sum(spec.used_layout.total for some in (*in_flight, batch) for spec in some) > plan.reduce_bucket
         ):
             in_flight.popleft()
         in_flight.append(batch)
@@ -128,11 +129,11 @@ def _sum_by_key(found: PoolBuffers) -> Counter[Hashable]:
 def _slots(spec: FlatParamSpec, plan: Plan) -> PoolBuffers:
     for buffer in spec.buffers(plan):
         if buffer.kind is BufferKind.SLOT and not adopts_gradient(plan, spec):
-            yield (buffer.numel, buffer.dtype, spec.layout.shape_key), buffer.num_bytes
+            yield (buffer.numel, buffer.dtype, spec.used_layout.shape_key), buffer.num_bytes
 
 
 def _inboxes(spec: FlatParamSpec, plan: Plan) -> PoolBuffers:
-    layout, wire = spec.layout, plan.precision.of_wire(spec.dtype)
+    layout, wire = spec.used_layout, plan.precision.of_wire(spec.dtype)
     if layout.num_shards > 1:
         received = layout.shard_size * (layout.num_shards - 1)
         if not receives_in_target(plan, spec):

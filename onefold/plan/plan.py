@@ -204,7 +204,8 @@ class Plan:
     limits: Limits = field(default_factory=Limits)
     sequence_size: int = 1
     """The number of neighbouring ranks that compute parts of the same sequences."""
-
+    num_expert_parts: int = 1
+    """The number of parts into which experts are divided over ranks."""
     activations: Activations = field(default_factory=Activations)
 
     @property
@@ -335,6 +336,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             reuse=zero.stage3_max_reuse_distance,
         ),
         sequence_size=config.sequence_parallel_size,
+        num_expert_parts=own.expert_parallel_size,
         activations=make_activations(config),
     )
 

@@ -148,7 +148,7 @@ def _copies(
     # One micro-step of one rank is exact in its own dtype; sums over ranks are not. Sums over micro-steps are copied to
     # the GPU, which adds to them, and back.
     is_summed = device_casts and plan.num_micro_steps > 1
-    reduced = plan.precision.of_reduced(spec.dtype, 2 if is_summed else 1, spec.layout.num_shards)
+    reduced = plan.precision.of_reduced(spec.dtype, 2 if is_summed else 1, spec.used_layout.num_shards)
     if spec.caches_gradient:
         yield Tier.DEVICE, processor, gradient.num_bytes
     else:

@@ -57,15 +57,16 @@ def lay_out(
     device: torch.device,
     elsewhere: Collection[int] = (),
     in_fp8: Mapping[str, Fp8Linear] | None = None,
+    experts: Collection[str] = (),
 ) -> tuple[list[Unit], OffloadMemory | None]:
     """Cut a model into units, assign a tier to each of their flat parameters, and build them.
 
     `elsewhere` has the ids of parameters that another engine manages, `in_fp8` the layers that multiply in FP8 by the
-    names of their weights.
+    names of their weights, `experts` the names of stacked experts.
     """
     in_fp8 = in_fp8 or {}
     agreement = Agreement(group, ledger)
-    specs = plan_units(model, plan, groups, states, elsewhere, in_fp8)
+    specs = plan_units(model, plan, groups, states, elsewhere, in_fp8, experts)
     placed = agree_on_tiers([param for spec in specs for param in spec.params], plan, agreement, device)
     memory = make_memory(placed, plan, agreement, ledger, device)
     rest = iter(placed)
@@ -80,11 +81,13 @@ def plan_units(
     states: Sequence[StateSpec],
     elsewhere: Collection[int] = (),
     in_fp8: Collection[str] = (),
+    experts: Collection[str] = (),
 ) -> list[UnitSpec]:
     """Cut a model and lay it out.
 
     `groups` maps the id of each trained parameter to its optimizer group. `states` has the optimizer states of each
-    group: groups with different states have separate flat parameters. So have weights in `in_fp8`, in every stage.
+    group: groups with different states have separate flat parameters. So have weights in `in_fp8`, in every stage, and
+    each of `experts` that is divided ([Note: experts of a rank] in `experts/parallel.py`).
     """
     parameters = dict(model.named_parameters())
     _check_modules(model)
@@ -110,6 +113,7 @@ def plan_units(
         check_tiled_modules(model, plan.activations.tiled_modules, cuts)
     for found in cuts:
         flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
+        apart: list[FlatParamSpec] = []
         for name in found.parameters:
             parameter = parameters[name]
             if id(parameter) in elsewhere:
@@ -126,16 +130,30 @@ def plan_units(
             if trainable:
                 state_spec = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
             alike = _Alike(dtype, trainable, name in persistent, packed, name in in_fp8, state_spec)
+            if name in experts and (divided := _divide_experts(alike, name, shapes[name], of_group, plan)) is not None:
+                apart.append(divided)
+                continue
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
+        trained += sum(param.layout.numel for param in apart if param.trainable)
         by_device = split.assign(trained)
-        params = []
+        params = [replace(param, given_to_device=by_device) for param in apart]
         for alike, members in flat.items():
             layout = Layout.of(members, plan.num_shards, alike.dtype.itemsize)
             params.append(FlatParamSpec(layout, **alike._asdict(), given_to_device=by_device))
         if params:
             specs.append(UnitSpec(found, params))
     return specs
+
+
+def _divide_experts(alike: _Alike, name: str, shape: tuple[int, ...], group: int, plan: Plan) -> FlatParamSpec | None:
+    """Return the flat parameter of stacked experts that are divided, or None if they cannot be."""
+    if plan.num_expert_parts == 1 or not plan.shards_states or alike.persistent or alike.packed:
+        return None
+    layout = Layout.of([(name, shape, group)], plan.num_shards, alike.dtype.itemsize)
+    if not layout.has_parts(plan.num_expert_parts):
+        return None
+    return FlatParamSpec(layout, **alike._asdict(), num_expert_parts=plan.num_expert_parts)
 
 
 def build_units(

@@ -116,7 +116,7 @@ class FlatGrad:
         self, store: ShardStore, parameters: list[nn.Parameter], plan: Plan, own_range: tuple[int, int]
     ) -> None:
         spec = store.spec
-        self.layout = spec.layout
+        self.layout = spec.used_layout
         self.slot: torch.Tensor | None = None
         # Rounding errors of quantized reductions, if the config feeds them back.
         self.error = ErrorFeedback() if plan.feedback is not None else None
@@ -281,7 +281,8 @@ class FlatGrad:
         if prescale != 1.0:
             slot.mul_(prescale)
         target, add = self.shard.target(slot, pool)
-        return Reduction(slot, target, self._plan.precision.of_wire(self._spec.dtype), add, error=self.error)
+        wire = self._plan.precision.of_wire(self._spec.dtype)
+        return Reduction(slot, target, wire, add, error=self.error, span=self._spec.span)
 
     def store_reduced(self, pool: Pool) -> None:
         """Hand the finished sum to the gradient shard, which returns the slot to the pool or keeps it."""
@@ -314,10 +315,11 @@ class FlatGrad:
         in_slot = self.slot is not None and bool(self._filled[index])
         if index in self.dropped or not (in_slot or self.shard.value is not None):
             return None
-        member, parameter = self.layout.members[index], self._parameters[index]
+        whole, parameter = self._spec.layout, self._parameters[index]
+        member = whole.members[index]
         scaled = self._plan.precision.compute is torch.float16
         self.return_borrowed()  # the program may keep the gradient
-        if self.layout.num_shards == 1 and self._plan.num_replicas == 1 and not scaled:
+        if whole.num_shards == 1 and self._plan.num_replicas == 1 and not scaled:
             self.shard.wait()
             flat = self.slot if self.slot is not None else self.shard.value
             assert flat is not None
@@ -325,9 +327,7 @@ class FlatGrad:
             if flat is self.slot or self.shard.tier is Tier.DEVICE or self._device.type == "cpu":
                 self.shard.forget_square_sum()  # the view may be written to
                 return flat[member.start : member.stop].view(member.shape)
-        where = (
-            "multiplied by the loss scale" if scaled and self.layout.num_shards == 1 else GradientPlaceholder.SHARDED
-        )
+        where = "multiplied by the loss scale" if scaled and whole.num_shards == 1 else GradientPlaceholder.SHARDED
         return GradientPlaceholder.of(parameter, member.name, member.shape, where)
 
     def drop_of_parameter(self, index: int) -> None:

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from onefold.comm import AllGatherOp
+from onefold.comm import AllGatherOp, Source
 from onefold.fp8 import Fp8Linear, GatheredWeights
 from onefold.offload.offload_memory import OffloadMemory
 from onefold.offload.shard_store import ShardStore
 from onefold.offload.write_check import fingerprint
 from onefold.plan import FlatParamSpec, Plan, Tier, Wire
 from onefold.plan.buffers import gathers_in_fp8, stays_unsharded
+from onefold.plan.layout import Layout
 from onefold.runtime.flat_grad import FlatGrad, views_of_members
 from onefold.runtime.parameter_proxy import attach_values, detach_values, is_sharded, set_data, set_proxy_class
 from onefold.runtime.torch_internals import compiles
@@ -70,6 +71,8 @@ class FlatParam:
         self.store = ShardStore(spec, plan, rank, device, memory)
         self.full = torch.zeros(self.layout.total, dtype=spec.dtype, device=device)
         self._rank = rank
+        # `full` has what the last all-gather for a forward or backward left there, instead of the whole flat parameter.
+        self._is_part = False
         self._wire = Wire.NATIVE if spec.packed else plan.wire_of(trainable=spec.trainable)
         # A view of `full` was returned to the user, who may keep it.
         self.handed_out = False
@@ -93,7 +96,8 @@ class FlatParam:
         self._cached: tuple[torch.Tensor, list[int]] | None = None
         self.take_parameters()
         if spec.trainable:
-            self.grad = FlatGrad(self.store, self.parameters, plan, self.own_range)
+            used = spec.used_layout
+            self.grad = FlatGrad(self.store, self.parameters, plan, used.shard_range(rank % used.num_shards))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,13 +113,18 @@ class FlatParam:
         """Start and end of this rank's shard in the flat parameter."""
         return self.layout.shard_range(self._rank)
 
+    @property
+    def unsharded_layout(self) -> Layout:
+        """The layout of `full`: of the whole flat parameter, or of the experts that this rank computes with."""
+        return self.spec.used_layout if self._is_part else self.layout
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the name and the Parameter of each member of the layout."""
         return zip((member.name for member in self.layout.members), self.parameters, strict=True)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of all members in a tensor with the layout of `full`."""
-        return views_of_members(flat, self.layout)
+        return views_of_members(flat, self.unsharded_layout)
 
     @property
     def is_sharded(self) -> bool:
@@ -143,23 +152,44 @@ class FlatParam:
         if self.fp8 is not None and not lossless:
             self._is_rounded = True
             return self.fp8.prepare_all_gather(self.shard_on_device())
-        if self.full.numel() < self.layout.total:
-            self.full = torch.empty(self.layout.total, dtype=self.dtype, device=self.device)
-        storage = self.full.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(self.full.numel() * self.full.itemsize)
+        if not lossless and self.spec.num_expert_parts > 1:
+            return self._prepare_all_gather_of_part()
+        self._allocate(self.layout, is_part=False)
         self._is_rounded = not lossless and self._wire is not Wire.NATIVE
         if self.secondary is not None and not lossless and (use_secondary or not self.trainable):
             if self._secondary_serves:
                 return AllGatherOp(self.full, self.secondary, span=self.plan.node_shard_size)
             self._secondary_serves = self._fills_secondary = True
+        # The user may write to values that are gathered losslessly.
+        source = self._gather_source(is_overwritten=self._is_rounded or lossless)
+        return AllGatherOp(self.full, source, lossy=self._is_rounded)
+
+    def _prepare_all_gather_of_part(self) -> AllGatherOp:
+        """Return the all-gather of the experts of this rank ([Note: experts of a rank])."""
+        part, output = self.spec.used_layout, self.full
+        if self.is_sharded or self._is_part or self.full.numel() < self.layout.total:
+            self._allocate(part, is_part=True)
+            output = self.full
+        else:  # the whole is unsharded here, but another rank needs this rank's shard
+            output = self.full.narrow(0, self._rank // part.num_shards * part.total, part.total)
+        return AllGatherOp(output, self._gather_source(is_overwritten=False), span=part.num_shards)
+
+    def _allocate(self, layout: Layout, *, is_part: bool) -> None:
+        """Allocate `full` for a layout, in the storage that it has if that is large enough."""
+        self._is_part = is_part
+        if self.full.numel() != layout.total:
+            self.full = torch.empty(layout.total, dtype=self.dtype, device=self.device)
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.full.numel() * self.full.itemsize)
+
+    def _gather_source(self, *, is_overwritten: bool) -> torch.Tensor | Source:
+        """Return what this rank sends. `is_overwritten`: `full` will have other values than the shard."""
         shard = self.store.param
         assert shard is not None
-        if shard.tier is not Tier.DEVICE:
-            # The user may write to values that are gathered losslessly.
-            source = shard.gather_source(is_overwritten=self._is_rounded or lossless)
-            return AllGatherOp(self.full, source, lossy=self._is_rounded)
-        return AllGatherOp(self.full, self.shard_on_device(), lossy=self._is_rounded)
+        if shard.tier is Tier.DEVICE:
+            return self.shard_on_device()
+        return shard.gather_source(is_overwritten=is_overwritten)
 
     def attach_views(self) -> None:
         """Make the Parameters views of `full`, or give layers their weights in FP8, after the all-gather."""
@@ -170,7 +200,7 @@ class FlatParam:
                 if compiles():  # the compiler takes no Parameter that intercepts functions
                     set_proxy_class(self.parameters[index], sharded=False)
             return
-        attach_values(self.parameters, views_of_members(self.full, self.layout))
+        attach_values(self.parameters, self.views_of(self.full))
         self.note_values()
 
     def fill_secondary(self) -> None:
@@ -232,7 +262,7 @@ class FlatParam:
 
     def view_of(self, index: int) -> torch.Tensor:
         """Return the view of `full` that belongs to one parameter."""
-        member = self.layout.members[index]
+        member = self.unsharded_layout.members[index]
         return self.full[member.start : member.stop].view(member.shape)
 
     # -- reshard ------------------------------------------------------------------------------------------------
@@ -267,7 +297,8 @@ class FlatParam:
         """
         parameter = self.parameters[index]
         if is_sharded(parameter) and self.is_sharded and not parameter.untyped_storage().size():
-            set_data(parameter, self.full.new_full((1,), math.nan).expand(self.layout.members[index].shape))
+            shape = self.spec.used_layout.members[index].shape
+            set_data(parameter, self.full.new_full((1,), math.nan).expand(shape))
             self._shape_placeholders.add(index)
 
     def remove_shape_placeholders(self) -> None:
@@ -315,7 +346,12 @@ class FlatParam:
         self.note_values()
 
     def _check_lossless(self) -> None:
-        """Raise if the unsharded values were rounded, so that they cannot be written back."""
+        """Raise if the unsharded values were rounded or are a part, so that they cannot be written back."""
+        if self._is_part and not self.is_sharded:
+            raise RuntimeError(
+                f"{self.layout.members[0].name} has the experts of this rank only, because it was gathered for a "
+                "forward or backward. Write to it in GatheredParameters, outside forward and backward."
+            )
         if self._is_rounded:
             names = ", ".join(member.name for member in self.layout.members[:3])
             raise RuntimeError(
@@ -332,14 +368,14 @@ class FlatParam:
     def look_for_writes(self, index: int) -> None:
         """Record a fingerprint of a parameter whose `data` was read, because writes through it have no counter."""
         if index not in self._read_through_data:
-            member = self.layout.members[index]
+            member = self.unsharded_layout.members[index]
             self._read_through_data[index] = fingerprint(self.full[member.start : member.stop])
 
     def written_names(self) -> list[str]:
         """Return the names of parameters that were written in place since `note_values`."""
         if not self._read_through_data and self._versions == [parameter._version for parameter in self.parameters]:
             return []
-        members = self.layout.members
+        members = self.unsharded_layout.members
         changed = {
             index
             for index, before in self._read_through_data.items()
@@ -353,13 +389,13 @@ class FlatParam:
 
     def is_attached(self, index: int) -> bool:
         """Return whether a parameter is still the view of `full` that `attach_views` made."""
-        member, parameter = self.layout.members[index], self.parameters[index]
+        member, parameter = self.unsharded_layout.members[index], self.parameters[index]
         lies = parameter.data_ptr() == self.full[member.start : member.stop].data_ptr() or not parameter.numel()
         return lies and tuple(parameter.shape) == member.shape
 
     def reshaped_names(self) -> list[str]:
         """Return the names of parameters that were given another shape."""
-        pairs = zip(self.layout.members, self.parameters, strict=True)
+        pairs = zip(self.unsharded_layout.members, self.parameters, strict=True)
         return [member.name for member, parameter in pairs if tuple(parameter.shape) != member.shape]
 
     def remove_parameter(self, name: str) -> nn.Parameter:

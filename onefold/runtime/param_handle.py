@@ -216,7 +216,7 @@ class ParamHandle:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sharded: list[nn.Parameter]
     ) -> Any:
         """Run one torch function on sharded parameters, inside a pass."""
-        _check_not_in_fp8(sharded, func)
+        _check_has_values(sharded, func)
         units = [unit for handle in handles_of(sharded) if (unit := handle.unit) is not None]
         return run_on_sharded(units, func, args, kwargs, sharded)
 
@@ -427,8 +427,8 @@ def handles_of(parameters: Iterable[object]) -> list[ParamHandle]:
     return sorted(found, key=lambda handle: handle.number)
 
 
-def _check_not_in_fp8(sharded: Iterable[nn.Parameter], func: Callable[..., Any]) -> None:
-    """Raise if a parameter has no values in a pass, because it is gathered in FP8 for its layer."""
+def _check_has_values(sharded: Iterable[nn.Parameter], func: Callable[..., Any]) -> None:
+    """Raise if a parameter has no values, or only some, in a pass, because it is gathered for its layer alone."""
     for parameter in sharded:
         handle = handle_of(parameter)
         if handle is not None:
@@ -438,6 +438,12 @@ def _check_not_in_fp8(sharded: Iterable[nn.Parameter], func: Callable[..., Any])
                     f"{param.layout.members[index].name} is all-gathered in FP8, for its layer only, so "
                     f"{describe(func)} has no values to read. Add the layer to fp8.skip, or set fp8.all_gather to "
                     "false."
+                )
+            if param.spec.num_expert_parts > 1:
+                raise RuntimeError(
+                    f"{param.layout.members[index].name} is gathered for its expert layer only, with the experts of "
+                    f"this rank, so {describe(func)} would see a part of it. Set onefold.expert_parallel_size to 1, or "
+                    "read it in GatheredParameters, outside of forward and backward."
                 )
 
 

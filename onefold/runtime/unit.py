@@ -61,8 +61,8 @@ class Unit:
         self.is_updating = False
         # All-gathers in flight. An unsharded unit is gathered again if another rank needs this rank's shard.
         self.num_gathers_in_flight = 0
-        self.num_trained_elements = sum(param.layout.total for param in self.trained_params)
-        self.num_sharded_elements = sum(param.layout.total for param in self.sharded_params)
+        self.num_trained_elements = sum(param.spec.used_layout.total for param in self.trained_params)
+        self.num_sharded_elements = sum(param.spec.used_layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
         for param in self.params:
             param.store.unit_name = self.name

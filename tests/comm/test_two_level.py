@@ -49,7 +49,7 @@ def test_a_rank_has_one_agent_on_each_node():
         [0, 2, 3], [1, 2, 4], [0, 2, 3], [0, 2, 3], [1, 2, 4], [0, 2, 5],
     ]  # fmt: skip
     assert (nodes.common_size, Nodes((2, 2)).common_size) == (6, 2)
-    assert [nodes.among(first, 2).sizes for first in (0, 2, 4)] == [(2,), (1, 1), (2,)]
+    assert [nodes.among(range(first, first + 2)).sizes for first in (0, 2, 4)] == [(2,), (1, 1), (2,)]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 1 << 30), st.booleans())
