@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from onefold.compat.as_deepspeed import register_as_deepspeed
     from onefold.config import ConfigError
     from onefold.engine import Engine
+    from onefold.moe import experts
     from onefold.optim.matrix_rules import MatrixRule
     from onefold.report.timeline import Profiling
     from onefold.start import add_config_arguments, initialize
@@ -27,6 +28,7 @@ _NAMES = {
     "Engine": "onefold.engine",
     "init_distributed": "onefold.comm",
     "ConfigError": "onefold.config",
+    "experts": "onefold.moe",
     "MatrixRule": "onefold.optim.matrix_rules",
     "Profiling": "onefold.report.timeline",
     "tiled_cross_entropy": "onefold.tiled_loss",
@@ -36,7 +38,8 @@ _NAMES = {
 _MODULES = {"checkpointing", "comm", "config", "fsdp", "utils", "plan", "report", "zero"}
 
 __all__ = [
-    "ConfigError", "Engine", "MatrixRule", "Profiling", "add_config_arguments", "init_distributed", "initialize",
+    "ConfigError", "Engine", "MatrixRule", "Profiling", "add_config_arguments", "experts", "init_distributed",
+    "initialize",
     "register_as_deepspeed", "tiled_cross_entropy", "use_tiled_loss",
 ]  # fmt: skip
 

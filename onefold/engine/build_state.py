@@ -12,8 +12,8 @@ from torch import nn
 from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
-from onefold.experts import divided_expert_layers, expert_parameters, make_expert_parallel
 from onefold.fp8 import convert_layers
+from onefold.moe import divided_expert_layers, expert_parameters, make_expert_parallel
 from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import StepDecision

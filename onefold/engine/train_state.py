@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from onefold.comm import Group
-from onefold.experts import ExpertParallel
 from onefold.fp8 import Fp8Layers
 from onefold.loader import ResumableLoader
 from onefold.log import logger
+from onefold.moe import ExpertParallel
 from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.decision import StepDecision
 from onefold.optim.step import ShardedStep

@@ -87,7 +87,7 @@ def plan_units(
 
     `groups` maps the id of each trained parameter to its optimizer group. `states` has the optimizer states of each
     group: groups with different states have separate flat parameters. So have weights in `in_fp8`, in every stage, and
-    each of `experts` that is divided ([Note: experts of a rank] in `experts/parallel.py`).
+    each of `experts` that is divided ([Note: experts of a rank] in `moe/parallel.py`).
     """
     parameters = dict(model.named_parameters())
     _check_modules(model)

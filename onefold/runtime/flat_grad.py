@@ -200,6 +200,11 @@ class FlatGrad:
         gradient = take_raw_grad(parameter)
         if gradient is None:
             return  # a user hook has dropped it
+        if self._spec.num_expert_parts > 1 and tuple(gradient.shape) != self.layout.members[index].shape:
+            raise RuntimeError(
+                f"{self.layout.members[index].name} was trained inside GatheredParameters, with the experts of all "
+                "ranks. Train outside of it, or set onefold.expert_parallel_size to 1."
+            )
         self.dropped.discard(index)
         self.batch.add(self, index, gradient if gradient.layout is torch.strided else gradient.to_dense())
 

@@ -200,8 +200,27 @@ class FlatParam:
                 if compiles():  # the compiler takes no Parameter that intercepts functions
                     set_proxy_class(self.parameters[index], sharded=False)
             return
-        attach_values(self.parameters, self.views_of(self.full))
+        if self._is_part:
+            for index in range(len(self.parameters)):
+                self.hide_part(index)
+        else:
+            attach_values(self.parameters, self.views_of(self.full))
         self.note_values()
+
+    @property
+    def has_part(self) -> bool:
+        """Whether the experts of this rank are unsharded, and no others."""
+        return self._is_part and not self.is_sharded
+
+    def attach_part(self, index: int) -> None:
+        """Give a Parameter the experts of this rank, while their layer computes."""
+        attach_values([self.parameters[index]], [self.view_of(index)])
+
+    def hide_part(self, index: int) -> None:
+        """Give a Parameter the shape of the experts of this rank, without values, until their layer computes."""
+        shape = self.spec.used_layout.members[index].shape
+        set_data(self.parameters[index], self.full.new_full((1,), math.nan).expand(shape))
+        set_proxy_class(self.parameters[index], sharded=True)
 
     def fill_secondary(self) -> None:
         """Copy this rank's part of `full` into its secondary shard, after an all-gather from all ranks."""
@@ -282,7 +301,11 @@ class FlatParam:
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
         # A parameter that was moved to another flat parameter has other memory.
-        aliases = [p for p in self.parameters if torch._C._is_alias_of(p, self.full)]  # type: ignore[attr-defined]
+        aliases = [
+            parameter
+            for parameter in self.parameters
+            if self._is_part or torch._C._is_alias_of(parameter, self.full)  # type: ignore[attr-defined]
+        ]
         detach_values(aliases, placeholder)
         if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder
@@ -347,7 +370,7 @@ class FlatParam:
 
     def _check_lossless(self) -> None:
         """Raise if the unsharded values were rounded or are a part, so that they cannot be written back."""
-        if self._is_part and not self.is_sharded:
+        if self.has_part:
             raise RuntimeError(
                 f"{self.layout.members[0].name} has the experts of this rank only, because it was gathered for a "
                 "forward or backward. Write to it in GatheredParameters, outside forward and backward."
@@ -389,13 +412,17 @@ class FlatParam:
 
     def is_attached(self, index: int) -> bool:
         """Return whether a parameter is still the view of `full` that `attach_views` made."""
-        member, parameter = self.unsharded_layout.members[index], self.parameters[index]
+        if self.has_part:
+            return True
+        member, parameter = self.layout.members[index], self.parameters[index]
         lies = parameter.data_ptr() == self.full[member.start : member.stop].data_ptr() or not parameter.numel()
         return lies and tuple(parameter.shape) == member.shape
 
     def reshaped_names(self) -> list[str]:
         """Return the names of parameters that were given another shape."""
-        pairs = zip(self.unsharded_layout.members, self.parameters, strict=True)
+        if self.has_part:
+            return []
+        pairs = zip(self.layout.members, self.parameters, strict=True)
         return [member.name for member, parameter in pairs if tuple(parameter.shape) != member.shape]
 
     def remove_parameter(self, name: str) -> nn.Parameter:

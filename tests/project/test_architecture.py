@@ -34,6 +34,7 @@ LAYERS = {
     "optim": 2,
     "loader": 2,
     "recovery": 2,
+    "moe": 2,
     "sequence": 2,
     "tiled_loss": 2,
     "window": 2,

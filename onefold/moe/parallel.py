@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from onefold.comm import Group, Ledger, expert_group
-from onefold.experts.expert_layers import ExpertLayer
-from onefold.experts.expert_ranks import ExchangeTokens, ExpertRanks
+from onefold.moe.expert_layers import ExpertLayer
+from onefold.moe.expert_ranks import ExchangeTokens, ExpertRanks
+from onefold.runtime.param_handle import part_attached
 from onefold.runtime.torch_internals import outside_compiler
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -147,15 +148,15 @@ class _DividedForward:
     def _own_experts(self) -> Iterator[None]:
         """Give the module the number of this rank's experts, and their part of parameters that have all experts."""
         layer, module = self._layer, self._layer.module
-        whole = {name: module._parameters[name] for name in layer.stacked}
+        given = {name: parameter for name in layer.stacked if (parameter := module._parameters[name]) is not None}
         setattr(module, layer.count, self._num_own)
         try:
-            for name, parameter in whole.items():
-                assert parameter is not None
-                if len(parameter) == layer.num_experts:
-                    part = parameter.narrow(0, self._ranks.rank * self._num_own, self._num_own)
-                    module._parameters[name] = part  # type: ignore[assignment]
-            yield
+            with part_attached(given.values()):
+                for name, parameter in given.items():
+                    if len(parameter) == layer.num_experts:
+                        part = parameter.narrow(0, self._ranks.rank * self._num_own, self._num_own)
+                        module._parameters[name] = part  # type: ignore[assignment]
+                yield
         finally:
-            module._parameters.update(whole)
+            module._parameters.update(given)
             setattr(module, layer.count, layer.num_experts)
