@@ -70,4 +70,5 @@ class ModelMemory:
             state.step.name if state.step is not None else None,
             self.collective_name,
             state.fp8.describe(),
+            state.experts.describe(),
         )

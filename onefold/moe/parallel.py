@@ -55,6 +55,14 @@ class ExpertParallel:
             ranks = ExpertRanks(group, ledger, device)
             self._forwards = [_DividedForward(layer, ranks) for layer in layers]
 
+    def describe(self) -> str:
+        """Describe the layers and the parts of their experts, or return an empty string if nothing is divided."""
+        numbers = sorted({forward.num_experts for forward in self._forwards})
+        if not numbers:
+            return ""
+        shown = " or ".join(map(str, numbers))
+        return f"{len(self._forwards)} layers of {shown} experts in {self.size} parts, of which this rank computes one"
+
     def close(self) -> None:
         """Restore the forwards of the layers."""
         while self._forwards:
@@ -77,6 +85,10 @@ class _DividedForward:
         self._had_own = "forward" in layer.module.__dict__
         self._forward: Callable[..., Tensor] = layer.module.forward
         layer.module.forward = self  # type: ignore[method-assign]
+
+    @property
+    def num_experts(self) -> int:
+        return self._layer.num_experts
 
     def restore(self) -> None:
         """Make the forward of the module what it was."""
@@ -102,6 +114,10 @@ class _DividedForward:
 
     def _route(self, tokens: Tensor, index: Tensor) -> tuple[list[int], list[int], Tensor]:
         """Return the numbers of rows sent to and received from each rank, and the own expert of each received row."""
+        if tokens.is_meta:  # a dry run assumes that every expert gets as many tokens
+            even = [len(tokens) * index.shape[1] // self._ranks.size] * self._ranks.size
+            even[0] += len(tokens) * index.shape[1] - sum(even)
+            return even, even, index.new_zeros(sum(even))
         counts = torch.bincount(index.flatten(), minlength=self._layer.num_experts)
         header = [tokens.shape[1], index.shape[1], _DTYPES.index(tokens.dtype), int(tokens.requires_grad)]
         rows = self._ranks.gather_routing(torch.cat([counts.new_tensor(header), counts]))
@@ -153,9 +169,9 @@ class _DividedForward:
         try:
             with part_attached(given.values()):
                 for name, parameter in given.items():
-                    if len(parameter) == layer.num_experts:
-                        part = parameter.narrow(0, self._ranks.rank * self._num_own, self._num_own)
-                        module._parameters[name] = part  # type: ignore[assignment]
+                    first = self._ranks.rank * self._num_own if len(parameter) == layer.num_experts else 0
+                    # A view, because autograd would save the Parameter itself, whose values are hidden in backward.
+                    module._parameters[name] = parameter.narrow(0, first, self._num_own)  # type: ignore[assignment]
                 yield
         finally:
             module._parameters.update(given)

@@ -76,10 +76,12 @@ def describe(
     optimizer: str | None,
     collective: str,
     fp8: str,
+    experts: str,
 ) -> str:
     """Describe the placement of model state and the bytes of one rank.
 
-    `folders` has the bytes in each swap folder, `fp8` describes the layers that multiply in FP8.
+    `folders` has the bytes in each swap folder, `fp8` describes the layers that multiply in FP8, `experts` those
+    whose experts are divided.
     """
     params = [param for unit in units for param in unit.params]
     trained = sum(param.layout.numel for param in params if param.trainable)
@@ -130,6 +132,8 @@ def describe(
     if plan.sequence_size > 1:
         groups = f"{batch.world} group{'s' * (batch.world > 1)} of {plan.sequence_size} ranks"
         lines.append(f"sequences         {groups}, each of which computes one micro-batch in parts")
+    if experts:
+        lines.append(f"experts           {experts}")
     if fp8:
         lines.append(f"FP8               {fp8}")
     lines += _describe_activations(units, plan.activations)

@@ -52,6 +52,7 @@ COUNT_ALONE = {
     "onefold.loss_spike.factor",
     "onefold.replica_check_every",
     "onefold.nccl_error_handling",
+    "onefold.expert_parallel_size",
     "onefold.trace.steps",
     "onefold.trace.memory_snapshot",
     "onefold.stop.save_to",
