@@ -32,6 +32,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from onefold.job_secret import JOB_SECRET, JOB_SECRET_FILE, JobSecret
 from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
 from onefold.tools.cli.rank_processes import RankEnd, RankProcess, first_failure, print_error, report_failure
 
@@ -44,8 +45,9 @@ MARGIN_SECONDS = 5.0
 class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
     """Starts the ranks of this node after each rendezvous, and ends all of them when one fails or a signal arrives."""
 
-    def __init__(self, spec: WorkerSpec, folder: str) -> None:
+    def __init__(self, spec: WorkerSpec, folder: str, secret: JobSecret) -> None:
         super().__init__(spec)
+        self._secret = secret
         self.failure: RankEnd | None = None
         """The first failure among the ranks of this node, of the last start."""
         self._folder = Path(folder)
@@ -69,6 +71,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         with self._signals_deferred():
             for worker in worker_group.workers:
                 environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts)}
+                environment.pop(JOB_SECRET_FILE, None)  # it is for launchers; ranks have the secret of this start
                 self._processes.append(RankProcess(command, environment, worker.global_rank, self._changed))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
@@ -129,6 +132,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         spec = group.spec
         folder = self._folder / f"start_{starts}" / str(worker.local_rank)
         folder.mkdir(parents=True)
+        secret = self._secret.derive(f"start {starts}").text
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),
@@ -150,6 +154,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             "ONEFOLD_RESTARTS": str(starts),
             "ONEFOLD_LAUNCHER": str(os.getpid()),
             STOP_SECONDS_FILE: str(folder / "stop_seconds"),
+            **({} if secret is None else {JOB_SECRET: secret}),
         }
 
     def first_failure(self) -> RankEnd | None:
