@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from onefold.tools.cli.rank_processes import RankEnd, RankProcess, first_failure
 
 # The time in which ranks record their tracebacks after the first failure.
 TRACEBACK_SECONDS = 2.0
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Added to the time that ranks give themselves to stop.
 MARGIN_SECONDS = 5.0
 
@@ -155,7 +157,16 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             "ONEFOLD_LAUNCHER": str(os.getpid()),
             STOP_SECONDS_FILE: str(folder / "stop_seconds"),
             **({} if secret is None else {JOB_SECRET: secret}),
+            **self._loopback(group),
         }
+
+    @staticmethod
+    def _loopback(group: Any) -> dict[str, str]:
+        """Return the variable that lets gloo listen on the loopback interface only, for a job on one node."""
+        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if name is None or group.group_world_size > 1 or _GLOO_INTERFACE in os.environ:
+            return {}
+        return {_GLOO_INTERFACE: name}
 
     def first_failure(self) -> RankEnd | None:
         """Return the first failure among the ranks that have ended."""

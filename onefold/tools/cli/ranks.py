@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret, JobSecretError
+from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret
 from onefold.tools.cli.rank_processes import EXIT_FAILED, print_error, report_failure, report_signal
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
         where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
         print_error(f"onefold: the ranks cannot connect to {where}: {str(error).splitlines()[0]}")
         return EXIT_FAILED
-    except (ForgedMessageError, JobSecretError) as error:
+    except ForgedMessageError as error:
         print_error(f"onefold: {error}")
         return EXIT_FAILED
     except KeyboardInterrupt:  # before the agent handles signals

@@ -146,9 +146,9 @@ class SignedStaticRendezvous(StaticTCPRendezvous):  # type: ignore[misc]
         """Return the store, which node 0 starts; the ranks use the same server."""
         if self._store is None:
             self._store = open_store(self.master_addr, self.master_port, self.timeout, is_host=self.rank == 0)
-        store = PrefixStore(self.run_id, SignedLauncherStore(self._store, self._secret))
+            self._signed = SignedLauncherStore(self._store, self._secret)
         address = RendezvousStoreInfo(self.master_addr, self.master_port)
-        return RendezvousInfo(store, self.rank, self.world_size, address)
+        return RendezvousInfo(PrefixStore(self.run_id, self._signed), self.rank, self.world_size, address)
 
 
 class JsonRendezvousBackend(RendezvousBackend):  # type: ignore[misc]
