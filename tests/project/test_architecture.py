@@ -22,6 +22,7 @@ LAYERS = {
     "pool": 0,
     "allocator": 0,
     "gpu_kernels": 0,
+    "job_secret": 0,
     "recorder": 0,
     "stop_signals": 0,
     "version": 0,
