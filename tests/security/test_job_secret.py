@@ -126,7 +126,7 @@ def saves_of_others(folder: str, signed: bool) -> tuple[list[str], list[str], li
             data.mkdir(parents=True)
             request = {
                 "save_dir": str(data.parents[1]), "tag": "tag", "data": data.name, "save_latest": True,
-                "exclude_frozen": False, "background": False, "number": 1, "steps": 1, "buffers": {},
+                "exclude_frozen": False, "background": False, "private": False, "number": 1, "steps": 1, "buffers": {},
             }  # fmt: skip
             post = board.post if signed else lambda name, note: _post_raw(board, name, note)
             post("request/1", request)

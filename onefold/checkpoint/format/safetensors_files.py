@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import torch
 
-from onefold.checkpoint.format.files import open_regular, parse_json, read_into, read_small, reason, sync
+from onefold.checkpoint.format.files import file_mode, open_regular, parse_json, read_into, read_small, reason, sync
 from onefold.log import parse_size
 
 DTYPES = {
@@ -140,7 +140,9 @@ def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str]) -> dic
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, file_mode(file.parent))
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
     begin = 8 + len(text)
     return {name: TensorEntry(*shapes[name], file, begin + header[name]["data_offsets"][0]) for name in shapes}
 

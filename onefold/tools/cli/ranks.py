@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret
+from onefold.redaction import redact
 from onefold.tools.cli.rank_processes import EXIT_FAILED, print_error, report_failure, report_signal
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         return  # the launcher was interrupted too, and reports it once
     while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
-    text = "".join(traceback.format_exception(kind, error, trace))
+    text = redact("".join(traceback.format_exception(kind, error, trace)))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         sys.stderr.write(text)
@@ -233,7 +234,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
     # Rename a complete file, because the agent may end this rank at any time.
     part = f"{error_file}.part"
     with open(part, "w") as file:
-        json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+        json.dump({"message": {"message": redact(f"{kind.__name__}: {error}"), "extraInfo": extra}}, file)
     os.replace(part, error_file)
 
 

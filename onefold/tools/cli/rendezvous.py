@@ -51,7 +51,8 @@ def make_rendezvous(parameters: RendezvousParameters, secret: JobSecret) -> Rend
         store = FileStore(parameters.endpoint)
     else:
         host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=29500)
-        store = open_store(host, port, timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60))
+        timeout = timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
+        store = open_store(host, port, timeout, parameters.get_as_bool("is_host"))
         parameters.local_addr = parameters.local_addr or own_address(host, port)
     signed = SignedLauncherStore(store, secret)
     return create_handler(signed, JsonRendezvousBackend(signed, parameters.run_id), parameters)
