@@ -20,7 +20,7 @@ _SECRET_WORDS = {
 _SECRET_ENDS = ("APIKEY", "CREDENTIALS", "PASSWORD", "SECRET", "TOKEN")
 # Variables with the place of a secret, or of the current folder.
 _PLACES = re.compile(r"(_(FILE|PATH|DIR|FOLDER|HOME|SOCK|SOCKET)|^(OLD)?PWD)$")
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s@\"'<>]+@")
+URL_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s@\"'<>]+@")
 _URL_PARAMETER = re.compile(
     r"([?&;][^=&;\s\"']*(?:token|key|secret|signature|password|credential)[^=&;\s\"']*=)[^&;\s\"']+", re.I
 )
@@ -44,7 +44,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     }
     for value in sorted(values, key=len, reverse=True):  # one may contain another
         text = text.replace(value, HIDDEN)
-    return _URL_PARAMETER.sub(rf"\1{HIDDEN}", _URL_CREDENTIALS.sub(f"{HIDDEN}@", text))
+    return _URL_PARAMETER.sub(rf"\1{HIDDEN}", URL_CREDENTIALS.sub(f"{HIDDEN}@", text))
 
 
 def redact_command(arguments: list[str]) -> list[str]:

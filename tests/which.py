@@ -102,6 +102,7 @@ ELSEWHERE = {
     "plan/traffic.py": "offload/offload_cases offload/device_pass",
     "pool.py": "plan/memory runtime/exactness runtime/stage3",
     "recorder.py": "report/timeline",
+    "redaction.py": "security/redaction",
     "report/describe.py": "engine/engine comm/wires_cases",
     "report/run_file.py": "cli/watch",
     "runtime/call_hooks.py": "compat/huggingface",

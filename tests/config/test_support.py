@@ -75,6 +75,7 @@ COUNT_ALONE = {
     "activation_checkpointing.synchronize_checkpoint_boundary",
     "activation_checkpointing.profile",
     "checkpoint.async_save",
+    "checkpoint.private",
     "onefold.state_dtype",
     "checkpoint.keep_last",
     "checkpoint.tag_validation",

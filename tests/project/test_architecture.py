@@ -24,6 +24,7 @@ LAYERS = {
     "gpu_kernels": 0,
     "job_secret": 0,
     "recorder": 0,
+    "redaction": 0,
     "stop_signals": 0,
     "version": 0,
     "plan": 0,

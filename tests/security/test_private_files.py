@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from models import config, net, rank, start, train
 
 from onefold.offload.swap_folder import SwapFolder
+from onefold.tools.cli.ranks import _launch_folder
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -105,6 +107,16 @@ def test_what_training_swaps_is_private(on_ranks, tmp_path):
     inside = {path: mode for path, mode in found.items() if path not in (".", "onefold-swap")}
     assert len(inside) >= 6
     assert {path: oct(mode) for path, mode in inside.items() if mode & 0o077} == {}
+
+
+def test_the_folder_of_the_launcher_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        with _launch_folder() as folder:
+            assert modes(Path(folder))["."] == 0o700
+    finally:
+        os.umask(before)
 
 
 def test_an_exported_file_in_a_private_folder_is_private(tmp_path: Path) -> None:
