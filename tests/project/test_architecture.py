@@ -252,7 +252,7 @@ BUDGETS = {
     "runtime": 6_295,
     "sequence": 1_300,
     "tools": 9_500,
-    "top": 2_450,
+    "top": 2_480,
     "utils": 550,
 }
 

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from models import config, net, rank, start, train
 
@@ -117,11 +116,3 @@ def test_the_folder_of_the_launcher_is_private(tmp_path: Path, monkeypatch: pyte
             assert modes(Path(folder))["."] == 0o700
     finally:
         os.umask(before)
-
-
-def test_an_exported_file_in_a_private_folder_is_private(tmp_path: Path) -> None:
-    from onefold.checkpoint.format.safetensors_files import write_header
-
-    tmp_path.chmod(0o700)
-    write_header(tmp_path / "model.safetensors", {"a": (torch.float32, (2,))}, {})
-    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o600

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.format import plain_data
-from onefold.checkpoint.format.files import CheckpointError, RemovedError, check_object, open_regular, read_into, reason
+from onefold.checkpoint.format.files import (
+    CheckpointError,
+    RemovedError,
+    check_object,
+    file_mode,
+    open_regular,
+    read_into,
+    reason,
+)
 from onefold.checkpoint.format.folder import FoundCheckpoint, choose, examine, removal
 from onefold.checkpoint.format.manifest import (
     NAME,
@@ -114,7 +122,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._slots = {slot.entry[0]: slot for slot in slots}
         assert len(self._slots) == len(slots), "a range is written twice"
         shapes = {name: (slot.dtype, slot.entry[1]) for name, slot in self._slots.items()}
-        self._entries = write_header(path, shapes, {"format": "onefold"})
+        self._entries = write_header(path, shapes, {"format": "onefold"}, file_mode(path.parent))
         self._header = path.read_bytes()
         self._parts: dict[str, StoredPart] = {}
         self._file = path.open("r+b", buffering=0)
