@@ -236,7 +236,7 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 5_000,
+    "checkpoint": 5_040,
     "comm": 4_300,
     "compat": 5_400,
     "config": 3_480,
