@@ -26,6 +26,7 @@ from onefold.engine.model_events import ModelEvents
 from onefold.engine.model_memory import ModelMemory
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
+from onefold.engine.stall_guard import StallGuard
 from onefold.engine.step_guards import StepGuards
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
 from onefold.engine.take_step import StepTaker
@@ -108,10 +109,11 @@ class Engine(nn.Module):
         self._steps = StepTaker(self.state, self._hooks, self._saver)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
-        self._stop = JobStop(self.state)
+        self._stop, self._stalls = JobStop(self.state), StallGuard(self.state, self.monitor)
         parts = EngineParts(
-            self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop
-        )
+            self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop,
+            self._stalls,
+        )  # fmt: skip
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
         self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else lambda: None
@@ -201,6 +203,7 @@ class Engine(nn.Module):
             finally:  # the step is taken and counted even if the scheduler raises
                 self._saver.remember_step()
             self._reports.end_step()
+            self._stalls.record_step()
             if self._trace is not None:
                 self._trace.after_step(state.global_steps)
             self._stop.after_step(self._saver)
@@ -209,7 +212,7 @@ class Engine(nn.Module):
         """Return a context that times a phase and traces it if the trace window is open."""
         if self._trace is not None:
             self._trace.before_phase(self.state.global_steps)
-        return self._timeline.span(name)
+        return self._stalls.phase(name, self._timeline.span(name))
 
     def wait_for_step(self) -> None:
         """Wait for copies and collectives that the last step has launched."""

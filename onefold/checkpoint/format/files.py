@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from onefold.disk_waits import waiting_for_disk
+
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or incompatible. The message names the file, the problem and the fix."""
@@ -72,7 +74,8 @@ def sync(path: Path) -> None:
     """Flush a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with waiting_for_disk("the flush of", path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -98,7 +101,8 @@ def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
     mode = file_mode(path.parent) if mode is None else mode
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with waiting_for_disk("the write of", path), os.fdopen(os.open(partial, flags, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

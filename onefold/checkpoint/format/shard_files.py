@@ -42,6 +42,7 @@ from onefold.checkpoint.format.safetensors_files import (
     read_header,
     write_header,
 )
+from onefold.disk_waits import waiting_for_disk
 from onefold.offload.buffer import Buffer
 
 # Number of attempts to open a checkpoint in a folder from which a job removes old checkpoints.
@@ -133,14 +134,16 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         sums = []
         for tile in _tiles(slot.buffer):
             sums.append(checksum(tile))
-            write_all(self._file.fileno(), tile, offset)
+            with waiting_for_disk("the write of", self._path):
+                write_all(self._file.fileno(), tile, offset)
             offset += len(tile)
         self._parts[name] = StoredPart(0, slot.start, slot.stop, start, tuple(sums))
 
     def close(self, own: Any) -> ShardRecord:
         """Flush the file and return its record. `own` is the per-rank state."""
         with self._file:
-            os.fsync(self._file.fileno())
+            with waiting_for_disk("the flush of", self._path):
+                os.fsync(self._file.fileno())
             nbytes = os.fstat(self._file.fileno()).st_size
         parts = tuple((slot.name, slot.dtype, slot.shape, self._parts[name]) for name, slot in self._slots.items())
         shown = f"{self._path.parent.name}/{self._path.name}"
@@ -279,7 +282,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         file, offset = self.folder / self.manifest.files[part.file].name, part.offset + number * RANGE_BYTES
         descriptor = self._descriptor(part.file)
         try:
-            got = read_into(descriptor, data, offset)
+            with waiting_for_disk("the read of", file):
+                got = read_into(descriptor, data, offset)
         except OSError as error:  # includes a removed file on a network file system
             raise self._unreadable(file, error) from error
         self.bytes_read += got
