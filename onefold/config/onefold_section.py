@@ -98,8 +98,8 @@ class StallSection:
     )
     folder: str | None = key(
         None,
-        "Folder of `heartbeats.json` and `stacks.txt`. The default is the folder of `onefold.report`, or `stall` in the "
-        "working directory.",
+        "Folder of `heartbeats.json` and `stacks.txt`. The default is the folder of `onefold.report`, or `stall` in "
+        "the working directory.",
         switch="seconds",
     )
 

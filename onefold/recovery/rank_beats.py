@@ -10,7 +10,7 @@ the others find that. All texts are made here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,8 +66,8 @@ def describe_silence(rank: int, beat: RankBeat | None, silent: float, bound: flo
     last = f" It was last in {beat.doing}, after step {beat.step}." if beat is not None else ""
     where = f" (node {beat.host}, pid {beat.pid})" if beat is not None else ""
     return (
-        f"rank {rank}{where} has sent no heartbeat for {silent:.0f} s: its process is stopped, holds Python's lock in C "
-        f"code, or cannot be reached.{last} {_remedy(bound)}"
+        f"rank {rank}{where} has sent no heartbeat for {silent:.0f} s: its process is stopped, holds Python's lock in "
+        f"C code, or cannot be reached.{last} {_remedy(bound)}"
     )
 
 
@@ -104,13 +104,14 @@ def beats_file(beats: Mapping[int, RankBeat], size: int, now: float) -> str:
 class SilentRanks:
     """Measures for how long the heartbeats of other ranks have not changed, by this rank's clock."""
 
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[int, float]] = {}
+    def __init__(self, ranks: Iterable[int], now: float) -> None:
+        # The number of the last heartbeat, and when it was first read. A rank may be stopped before its first one.
+        self._last = dict.fromkeys(ranks, (-1, now))
 
     def update(self, beats: Mapping[int, RankBeat], now: float) -> None:
         """Record which heartbeats have changed."""
         for rank, beat in beats.items():
-            if rank not in self._last or self._last[rank][0] != beat.number:
+            if rank in self._last and self._last[rank][0] != beat.number:
                 self._last[rank] = beat.number, now
 
     def restart(self, now: float) -> None:
@@ -119,6 +120,7 @@ class SilentRanks:
 
     def longest(self, beats: Mapping[int, RankBeat], now: float) -> tuple[int, float]:
         """Return the rank that has been silent for the longest time among those that have not ended, and the time."""
-        silent = [(now - since, rank) for rank, (_, since) in self._last.items() if not beats[rank].ended]
+        ended = {rank for rank, beat in beats.items() if beat.ended}
+        silent = [(now - since, rank) for rank, (_, since) in self._last.items() if rank not in ended]
         seconds, rank = max(silent, default=(0.0, -1))
         return rank, seconds

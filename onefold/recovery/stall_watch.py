@@ -52,7 +52,7 @@ from onefold.recovery.rank_beats import (
     describe_stall,
 )
 from onefold.recovery.stall_store import StallStore
-from onefold.recovery.thread_stacks import format_stacks, place_of
+from onefold.recovery.thread_stacks import format_stacks, place_of, save_waits_for_ranks
 
 EXIT_STALLED = 75
 """The exit code of all ranks after a stall: EX_TEMPFAIL, "try again". A launcher restarts the job."""
@@ -115,7 +115,8 @@ class StallWatch:
         # Written by `onefold-beat`.
         self._verdict: _Verdict | None = None
         self._beats: dict[int, RankBeat] = {}
-        self._silence = SilentRanks()
+        watched = range(1, self._size) if self._rank == 0 else range(1)
+        self._silence = SilentRanks(watched, self._looked_at)
         self._lock = threading.Lock()
         self._called_at: float | None = None
 
@@ -124,6 +125,8 @@ class StallWatch:
         self._store = StallStore(self._rank, self._size, name) if self._size > 1 else None
         self._report_store = StallStore(self._rank, self._size, name) if self._size > 1 else None
         record_disk_waits(enabled=True)
+        if self._store is not None:
+            self._store.write_beat(self._beat)
         self._stop = threading.Event()
         self._threads = [self._start("onefold-stall", self._look)]
         if self._size > 1:
@@ -222,8 +225,9 @@ class StallWatch:
 
     def _describe_thread(self) -> tuple[str, bool]:
         """Return what the training thread does, and whether it waits for other ranks."""
-        place, activity = place_of(sys._current_frames().get(self._thread)), self._detector.activity.snapshot()
-        if self._size > 1 and place.waits_for_ranks:
+        frames, activity = sys._current_frames(), self._detector.activity.snapshot()
+        place = place_of(frames.get(self._thread))
+        if self._size > 1 and (place.waits_for_ranks or (place.waits_for_save and save_waits_for_ranks(frames))):
             return activity.wait.what if activity.wait is not None else place.operation or "a collective", True
         call = self._probe.find_blocked_call(_PATIENCE) if self._size > 1 else None
         if call is not None:
@@ -271,7 +275,7 @@ class StallWatch:
         with self._lock:
             self._called_at = None
             self._beats = beats
-            self._silence.update({rank: beat for rank, beat in beats.items() if rank != self._rank}, time.monotonic())
+            self._silence.update(beats, time.monotonic())
 
     def _write_end(self) -> None:
         self._beat = replace(self._beat, ended=True)

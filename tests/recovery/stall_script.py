@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import onefold
@@ -104,8 +103,6 @@ def main(options: dict[str, Any]) -> None:
         if place == "stopped" and engine.global_steps == STUCK_STEP - 1:
             (folder / f"stuck.{rank}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
-        if place == "everywhere" and engine.global_steps == STUCK_STEP - 1:
-            dist.barrier()
         loss = engine(batch).pow(2).mean()
         engine.backward(loss)
         engine.step()
@@ -136,17 +133,17 @@ def fork_ranks(jobs: list[dict[str, Any]], start: int) -> list[list[int]]:
                 main(job)
                 sys.exit()
             started[pid] = number, rank
-    codes, deadline = [[0, 0] for _ in jobs], time.monotonic() + TIMEOUT
+    codes, deadlines = [[0, 0] for _ in jobs], [time.monotonic() + TIMEOUT for _ in jobs]
     while started:
         for pid, (number, rank) in list(started.items()):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadlines[number]:
                 os.kill(pid, signal.SIGKILL)
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 codes[number][rank] = os.waitstatus_to_exitcode(status)
                 del started[pid]
                 if codes[number][rank] != 0:  # as a launcher does, for a rank that is stopped
-                    deadline = min(deadline, time.monotonic() + LAUNCHER_SECONDS)
+                    deadlines[number] = min(deadlines[number], time.monotonic() + LAUNCHER_SECONDS)
         time.sleep(0.05)
     return codes
 
