@@ -58,6 +58,7 @@ ELSEWHERE = {
     "engine/step_guards.py": "recovery/rollback",
     "engine/train_state.py": "checkpoint/checkpoints",
     "env_report.py": "cli/env_report",
+    "disk_waits.py": "recovery/rank_beats recovery/stalls",
     "errors.py": "config/config",
     "fsdp/collectives.py": "comm/wires",
     "gpu_kernels.py": "gpu/gpu_codec gpu/gpu_held_parameters",

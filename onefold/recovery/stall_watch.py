@@ -121,6 +121,7 @@ class StallWatch:
         self._called_at: float | None = None
 
         self._open_dump()
+        self._postpone_dump()
         name = self._detector.store.key("stall")
         self._store = StallStore(self._rank, self._size, name) if self._size > 1 else None
         self._report_store = StallStore(self._rank, self._size, name) if self._size > 1 else None
@@ -194,8 +195,7 @@ class StallWatch:
                 self._silence.restart(now)
                 self._called_at = now if self._called_at is not None else None
         self._looked_at = now
-        # Without other ranks nothing else ends a process whose lock is never released.
-        faulthandler.dump_traceback_later(self.bounds.seconds, file=self._dump, exit=self._size == 1)
+        self._postpone_dump()
         self._beat = beat = self._own_beat(now)
         if self._found is None and (found := self._problem(beat, now)) is not None:
             self._found, self._found_at = found, now
@@ -315,6 +315,11 @@ class StallWatch:
                 f"onefold.stall: {folder} cannot be written on rank {self._rank}: {error.strerror}. Name another "
                 "folder with onefold.stall.folder."
             ) from None
+
+    def _postpone_dump(self) -> None:
+        """Let `faulthandler` write the stacks unless this is called again within the bound."""
+        # Without other ranks nothing else ends a process whose lock is never released.
+        faulthandler.dump_traceback_later(self.bounds.seconds, file=self._dump, exit=self._size == 1)
 
     def _end(self, verdict: _Verdict) -> None:
         """Report the verdict and the stacks, and end the process, even if the report does not return."""

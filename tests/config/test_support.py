@@ -56,6 +56,7 @@ COUNT_ALONE = {
     "onefold.trace.memory_snapshot",
     "onefold.stop.save_to",
     "onefold.stop.signals",
+    "onefold.stall.seconds",
     "onefold.report",
     "tensorboard.enabled",
     "csv_monitor.enabled",

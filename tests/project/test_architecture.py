@@ -18,6 +18,7 @@ PACKAGE = ROOT / "onefold"
 LAYERS = {
     "log": 0,
     "config": 0,
+    "disk_waits": 0,
     "errors": 0,
     "pool": 0,
     "allocator": 0,
