@@ -84,12 +84,13 @@ def main(options: dict[str, Any]) -> None:
         return read(*arguments)
 
     os.pwrite, os.preadv = blocking_write, blocking_read  # type: ignore[assignment]
+    swap = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}} if options.get("swaps") else {}
     torch.manual_seed(1)
     model = nn.Sequential(Layer(stuck), nn.Linear(16, 16), nn.Linear(16, 16))
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": options.get("stage", 3), **options.get("zero", {})},
+        "zero_optimization": {"stage": options.get("stage", 3), **swap},
         "onefold": {
             "stall": {"seconds": options.get("seconds", 4), "folder": str(folder / "run")},
             **options.get("own", {}),

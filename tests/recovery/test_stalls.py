@@ -31,6 +31,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "program": {"place": "program"},
     "rank 0": {"place": "loader", "stuck_rank": 0},
     "write in the background": {"place": "write", "background": True},
+    "swap": {"place": "read", "swaps": True},
     "Python's lock": {"place": "forward", "how": "with Python's lock"},
     "stopped": {"place": "stopped"},
     "rank 0 stopped": {"place": "stopped", "stuck_rank": 0},
@@ -135,6 +136,7 @@ def test_a_stuck_rank_is_named(quick: dict[str, Ended], place: str, operation: s
         ("program", "rank 1 has waited ", "its program, between two calls of the engine, at"),
         ("rank 0", "rank 0 has waited ", "the data loader's next batch"),
         ("write in the background", "rank 1 has waited ", "the write of "),
+        ("swap", "rank 1 has waited ", "the swap read of "),
     ],
 )
 def test_other_stuck_ranks_are_named(slow: dict[str, Ended], name: str, verdict: str, operation: str) -> None:
