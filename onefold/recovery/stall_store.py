@@ -8,10 +8,7 @@ joined          rank 0 has written the stacks of all ranks to one file
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-
+from onefold.comm.signed_store import SignedStore
 from onefold.recovery.rank_beats import RankBeat
 
 # Stores limit the size of a value.
@@ -22,10 +19,8 @@ class StallStore:
     """One rank's access to the keys, over a connection of its own, on which one thread may block."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
-        default: Any = dist.distributed_c10d._get_default_store()
-        self._connection: Any = default.clone() if size > 1 else default
-        self._rank, self._size, self._prefix = rank, size, f"onefold/stall/{name}/"
-        self._seen: set[int] = set()
+        self._connection = SignedStore.of_job(separate=size > 1)
+        self._rank, self._prefix = rank, f"{name}/"
 
     def write_beat(self, beat: RankBeat) -> None:
         """Replace the heartbeat of this rank."""
@@ -33,27 +28,22 @@ class StallStore:
 
     def read_beats(self, ranks: range) -> dict[int, RankBeat]:
         """Return the last heartbeats of those ranks that have written one."""
-        self._seen |= {rank for rank in ranks if rank not in self._seen and self._has("beat", rank)}
-        found = [rank for rank in ranks if rank in self._seen]
-        texts = self._connection.multi_get([self._key("beat", rank) for rank in found]) if found else []
-        return {rank: RankBeat.of(text) for rank, text in zip(found, texts, strict=True)}
+        texts = {rank: self._connection.find(self._key("beat", rank)) for rank in ranks}
+        return {rank: RankBeat.of(text) for rank, text in texts.items() if text is not None}
 
     def propose_verdict(self, verdict: str) -> str:
         """Write a verdict unless there is one, and return the one that holds for all ranks."""
-        decided: str = self._connection.compare_set(self._key("verdict"), "", verdict).decode()
-        return decided
+        return self._connection.set_once(self._key("verdict"), verdict).decode()
 
     def read_verdict(self) -> str | None:
-        return self._connection.get(self._key("verdict")).decode() if self._has("verdict") else None
+        return self._find("verdict")
 
     def write_stacks(self, stacks: str) -> None:
         self._connection.set(self._key("stacks", self._rank), stacks.encode()[:_MAX_STACKS])
 
     def read_stacks(self, rank: int) -> str | None:
         """Return the stacks of a rank, or None if it has not written them."""
-        if not self._has("stacks", rank):
-            return None
-        return self._connection.get(self._key("stacks", rank)).decode(errors="replace")  # type: ignore[no-any-return]
+        return self._find("stacks", rank)
 
     def write_joined(self) -> None:
         self._connection.set(self._key("joined"), "1")
@@ -61,10 +51,11 @@ class StallStore:
     @property
     def are_joined(self) -> bool:
         """Whether the stacks of all ranks are in one file."""
-        return self._has("joined")
+        return self._find("joined") is not None
 
     def _key(self, *words: object) -> str:
         return self._prefix + "/".join(map(str, words))
 
-    def _has(self, *words: object) -> bool:
-        return bool(self._connection.check([self._key(*words)]))
+    def _find(self, *words: object) -> str | None:
+        found = self._connection.find(self._key(*words))
+        return None if found is None else found.decode(errors="replace")

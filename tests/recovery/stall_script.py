@@ -65,8 +65,10 @@ def main(options: dict[str, Any]) -> None:
     is_first = os.environ.get("ONEFOLD_RESTARTS", "0") == "0"
     place = options.get("place") if rank == options.get("stuck_rank", 1) and is_first else None
 
+    steps = [0]
+
     def stuck(here: str) -> None:
-        if here != place or (here != "loader" and engine.global_steps != STUCK_STEP - 1):
+        if here != place or (here != "loader" and steps[0] != STUCK_STEP - 1):
             return
         (folder / f"stuck.{rank}").write_text(str(os.getpid()))
         if options.get("how") == "with Python's lock":
@@ -107,6 +109,7 @@ def main(options: dict[str, Any]) -> None:
         loss = engine(batch).pow(2).mean()
         engine.backward(loss)
         engine.step()
+        steps[0] = engine.global_steps
         engine.save_checkpoint(str(folder / "saved"), background=options.get("background"))
         with (folder / f"losses.{rank}").open("a") as file:
             file.write(f"{engine.global_steps} {loss.item()!r}\n")
