@@ -110,9 +110,9 @@ def main(options: dict[str, Any]) -> None:
         engine.backward(loss)
         engine.step()
         steps[0] = engine.global_steps
-        engine.save_checkpoint(str(folder / "saved"), background=options.get("background"))
         with (folder / f"losses.{rank}").open("a") as file:
             file.write(f"{engine.global_steps} {loss.item()!r}\n")
+        engine.save_checkpoint(str(folder / "saved"), background=options.get("background"))
         time.sleep(options.get("pause", 0))
 
 
