@@ -164,6 +164,12 @@ class OnefoldSection:
         3, "Number of rollbacks without a step beyond those reached before, after which the error is raised.", minimum=0
     )
     loss_spike: LossSpikeSection = section(LossSpikeSection)
+    reexecute_steps: bool = key(
+        False,
+        "Re-execute a step whose gradients are not finite (if `nonfinite_gradients` reacts to them) or whose loss is a "
+        "spike, to tell a bit flip from a bug. Inputs are kept until the step. The first step is always re-executed, "
+        "to check that its bits can be reproduced.",
+    )
     replica_check_every: int | None = key(
         None,
         "Number of steps between two comparisons of what all ranks must have with the same bits: unsharded parameters "
