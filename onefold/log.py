@@ -1,6 +1,7 @@
 """The logger of the library, and formatting and parsing of sizes and counts.
 
-Nothing is configured at import. `initialize` adds a handler if the program has not configured logging.
+Nothing is configured at import, except that secrets of the environment are removed from messages. `initialize` adds a
+handler if the program has not configured logging.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import logging
 import re
 from fractions import Fraction
 
+from onefold.redaction import RedactingFilter
+
 logger = logging.getLogger("onefold")
+logger.addFilter(RedactingFilter())
 
 
 def set_up_logging(level: str | None, *, speaks: bool) -> None:

@@ -27,6 +27,7 @@ SECOND = (
     "plan",
     "project",
     "report",
+    "security",
     "train",
 )
 FIRST_TIER = ("-q", "-m", "not gpu and not slow")

@@ -29,6 +29,7 @@ from onefold.log import logger
 WARN_SECONDS = 60.0
 TIMEOUT_SECONDS: float | None = None
 _SHORTEST, _LONGEST = 0.0001, 0.05
+_MOST_BYTES = 1 << 28
 _ADVICE = "Build the same model, with the same config and optimizer, on every rank"
 
 Item = tuple[str, Mapping[str, str]]
@@ -82,7 +83,8 @@ class _Comparison:
     ) -> None:
         self._detector, self._store, self._history = detector, detector.store.connection, history
         self._what, self._items, self._advice = what, items, advice
-        self._mine = _digest(_text(items)).hex()
+        # Ranks with different secrets differ, too: they would refuse the messages of each other.
+        self._mine = _digest(self._store.fingerprint + _text(items)).hex()
 
     def run(self) -> None:
         detector, store = self._detector, self._store
@@ -127,7 +129,7 @@ class _Comparison:
             pause = min(2 * pause, _LONGEST)
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self._detector.size) if not self._store.check([self._key("rank", rank)])]
+        return [rank for rank in range(self._detector.size) if not self._store.has(self._key("rank", rank))]
 
     def _describe_difference(self) -> str:
         """Return an error message with the first difference. It is the same on every rank."""
@@ -137,7 +139,7 @@ class _Comparison:
             store.set(self._key("text", rank), zlib.compress(_text(self._items), 1))
         other = next(number for number, digest in enumerate(digests) if digest != digests[0])
         texts = [store.get(self._key("text", number)) for number in (0, other)]  # waits until they are written
-        first, second = (json.loads(zlib.decompress(text)) for text in texts)
+        first, second = (json.loads(_decompress(text)) for text in texts)
         differing = [number for number, digest in enumerate(digests) if digest == digests[other]]
         verb = "differs" if len(differing) == 1 else "differ"
         return (
@@ -152,7 +154,7 @@ class _Comparison:
         if rank == 0:
             keys += [self._key("come", number=number), self._key("digest", self._history.last_digest, number=number)]
         for key in keys:
-            self._store.delete_key(key)
+            self._store.remove(key)
         self._history.last_digest = self._mine
 
     def _key(self, *words: object, number: int | None = None) -> str:
@@ -179,6 +181,14 @@ def first_difference(first: Sequence[Item], other: Sequence[Item]) -> str:
 
 def _text(items: Sequence[Item]) -> bytes:
     return json.dumps([[name, dict(facts)] for name, facts in items]).encode()
+
+
+def _decompress(text: bytes) -> bytes:
+    reader = zlib.decompressobj()
+    found = reader.decompress(text, _MOST_BYTES)
+    if reader.unconsumed_tail:
+        raise Disagreement(f"a description of a rank in the store has more than {_MOST_BYTES} bytes")
+    return found
 
 
 def _digest(text: bytes) -> bytes:

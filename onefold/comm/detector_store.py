@@ -15,10 +15,8 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import astuple, replace
-from typing import Any
 
-import torch.distributed as dist
-
+from onefold.comm.signed_store import SignedStore
 from onefold.comm.wait_notes import ENDED, WaitNote
 
 # How often a rank writes its heartbeat, and after how long without one it counts as silent.
@@ -29,9 +27,8 @@ class DetectorStore:
     """One rank's access to the keys."""
 
     def __init__(self, rank: int, size: int, generation: int, stale_seconds: float) -> None:
-        default = dist.distributed_c10d._get_default_store()
         # Use a separate connection: one on which the main thread blocks would block the detector's thread too.
-        self.connection: Any = default.clone() if size > 1 else default  # type: ignore[attr-defined]
+        self.connection = SignedStore.of_job(separate=size > 1)
         self._rank, self._size = rank, size
         self._prefix = f"onefold/{generation}/"
         self._stale_seconds = stale_seconds
@@ -45,8 +42,9 @@ class DetectorStore:
         """Return a key of this process group, which a later one in the same store does not share."""
         return self._prefix + "/".join(map(str, words))
 
-    def _has(self, *words: object) -> bool:
-        return bool(self.connection.check([self.key(*words)]))
+    def _find(self, *words: object) -> str | None:
+        found = self.connection.find(self.key(*words))
+        return None if found is None else found.decode()
 
     # -- notes --------------------------------------------------------------------------------------------------
 
@@ -68,15 +66,16 @@ class DetectorStore:
             for rank in range(self._size):
                 if rank == self._rank:
                     continue
-                if self.has_ended(rank):
-                    launched = int(self.connection.get(self.key("ended", rank)))
-                    notes[rank] = WaitNote(0, ENDED, lasts=True, launched=launched)
-                elif self._has("wait", rank) and (note := self._read_note(rank, alive)) is not None:
+                if (launched := self._find("ended", rank)) is not None:
+                    notes[rank] = WaitNote(0, ENDED, lasts=True, launched=int(launched))
+                elif (note := self._read_note(rank, alive)) is not None:
                     notes[rank] = note
         return notes
 
     def _read_note(self, rank: int, alive: bool) -> WaitNote | None:
-        *fields, counter = json.loads(self.connection.get(self.key("wait", rank)))
+        if (text := self._find("wait", rank)) is None:
+            return None
+        *fields, counter = json.loads(text)
         now = time.monotonic()
         last, changed, read = self._counters.get(rank, (None, float("-inf"), now))
         if counter != last:
@@ -96,7 +95,7 @@ class DetectorStore:
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank's process has ended in an orderly way."""
-        return self._has("ended", rank)
+        return self._find("ended", rank) is not None
 
     def write_heartbeat(self) -> None:
         """Write that this rank is alive, once a second at most."""
@@ -106,9 +105,9 @@ class DetectorStore:
 
     def is_silent(self, rank: int) -> bool:
         """Return whether a rank has stopped to write heartbeats. If it has, measure its silence anew from now on."""
-        if not self._has("alive", rank):
+        if (beat := self._find("alive", rank)) is None:
             return False
-        beat, now = self.connection.get(self.key("alive", rank)).decode(), time.monotonic()
+        now = time.monotonic()
         last, since = self._beats.get(rank, ("", now))
         if beat != last:
             last, since = self._beats[rank] = (beat, now)
@@ -126,14 +125,13 @@ class DetectorStore:
     def has_request(self, pass_number: int) -> bool:
         """Return whether a rank has requested to leave the recorded order in this pass."""
         with suppress(RuntimeError):
-            return self._has("request", pass_number)
+            return self._find("request", pass_number) is not None
         return False
 
     def read_verdict(self) -> str | None:
         """Return the verdict that a rank has written, if any."""
-        return self.connection.get(self.key("verdict")).decode() if self._has("verdict") else None
+        return self._find("verdict")
 
     def propose_verdict(self, verdict: str) -> str:
         """Write a verdict unless there is one, and return the one that holds for all ranks."""
-        decided: str = self.connection.compare_set(self.key("verdict"), "", verdict).decode()
-        return decided
+        return self.connection.set_once(self.key("verdict"), verdict).decode()

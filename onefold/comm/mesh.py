@@ -16,7 +16,6 @@ argument of that name of `init_distributed`, none is set.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from onefold.comm.hang_detector import world_detector
 from onefold.comm.job_environment import find_ranks
 from onefold.comm.nodes import Nodes
+from onefold.comm.store_server import listen_at
 
 DATA_AXIS, SEQUENCE_AXIS, EXPERT_AXIS = "data", "sequence", "expert"
 # The ledger's group for traffic between nodes.
@@ -116,33 +116,13 @@ def _make_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
     if world_size == 1:
         return HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = _listen(host, port) if rank == 0 else None
+    listener = listen_at(host, port) if rank == 0 else None
     if rank == 0 and listener is None:
         return None
     store = TCPStore(
         host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
     return PrefixStore("default_pg", store)  # torch's prefix, because some ranks may be started by torch
-
-
-def _listen(host: str, port: int) -> int | None:
-    """Return a listening socket at this address.
-
-    Return None if the address does not belong to this node, or is a name, which nodes may resolve differently.
-    """
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    except ValueError:
-        return None
-    found = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((str(address), port))
-        found.listen(2048)
-        return found.detach()
-    except OSError:
-        found.close()
-        return None
 
 
 @contextmanager

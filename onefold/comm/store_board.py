@@ -12,10 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
 from onefold.comm.mesh import Group
+from onefold.comm.signed_store import SignedStore
 
 # A rank without a heartbeat for this long counts as dead.
 SILENCE = 15.0
@@ -32,8 +30,7 @@ class Board:
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
         self._prefix = f"onefold/board/{name}/"
-        alone = group.size == 1 or group.is_fake
-        self._store = HashStore() if alone else dist.distributed_c10d._get_default_store()
+        self._store = SignedStore.of_job(alone=group.size == 1 or group.is_fake)
         self._mutex = threading.Lock()
         self._beat = 0
 
@@ -42,15 +39,14 @@ class Board:
         self._store.set(self._prefix + name, json.dumps(note))
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return the message of a name, or None."""
-        if not self._store.check([self._prefix + name]):
-            return None
-        note: dict[str, Any] = json.loads(self._store.get(self._prefix + name))
+        """Return the message of a name, or None. A message that no process of this job wrote counts as none."""
+        text = self._store.find(self._prefix + name)
+        note: dict[str, Any] | None = None if text is None else json.loads(text)
         return note
 
     def forget(self, name: str) -> None:
         """Remove the message of a name."""
-        self._store.delete_key(self._prefix + name)
+        self._store.remove(self._prefix + name)
 
     def beat(self) -> None:
         """Write this rank's heartbeat. A background thread calls this, whatever the main thread does."""

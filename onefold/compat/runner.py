@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from onefold.redaction import redact
 from onefold.tools.cli.launch import choose, launch, limit, parse_choice, parse_hostfile, read_hostfile
 from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
@@ -97,7 +98,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except UsageError as error:
         if args is not None:
             raise
-        print(f"deepspeed: {error}", file=sys.stderr)
+        print(f"deepspeed: {redact(str(error))}", file=sys.stderr)
         return 2
 
 

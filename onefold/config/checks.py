@@ -17,6 +17,7 @@ from onefold.config.params import is_8bit
 from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, SchedulerSection
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 from onefold.errors import ConfigError
+from onefold.redaction import HIDDEN, is_secret_name
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
@@ -385,4 +386,6 @@ def _shown(given: GivenKeys, path: str, entry: SectionKey) -> str:
     name, value = given.names_in_file.get(path, path), given.values[path]
     if entry.key.auto and value is None:
         value = "auto"
+    if is_secret_name(name):
+        return f"{name} = {HIDDEN}"
     return f"{name} = {json.dumps(value)}" if isinstance(value, bool | int | float | str) else name

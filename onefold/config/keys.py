@@ -22,6 +22,7 @@ from numbers import Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from onefold.errors import MAX_DIGITS, ConfigError, shown
+from onefold.redaction import HIDDEN, is_secret_name
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _METADATA = "onefold"
@@ -71,6 +72,8 @@ class Key:
     """A single value is accepted as a list of one element."""
     or_false: bool = False
     """false is accepted and means that the key is absent."""
+    secret: bool = False
+    """The value is not in the text of the section."""
 
 
 def key(default: Any, doc: str, **options: Any) -> Any:
@@ -78,7 +81,7 @@ def key(default: Any, doc: str, **options: Any) -> Any:
     metadata = {_METADATA: Key(doc, **options)}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=not options.get("secret"))
 
 
 def noticed(default: Any, doc: str, reason: str, **options: Any) -> Any:
@@ -268,7 +271,7 @@ def fill_absent(path: str, value: Any, default: Any) -> Any:
 
 def wrong(path: str, value: Any, expected: str) -> ConfigError:
     """Make the error for a value that its key does not accept."""
-    return ConfigError(f"{path} = {shown(value)}: expected {expected}")
+    return ConfigError(f"{path} = {HIDDEN if is_secret_name(path) else shown(value)}: expected {expected}")
 
 
 def _is_union(hint: Any) -> bool:

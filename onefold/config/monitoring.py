@@ -51,7 +51,9 @@ class Comet:
     )
     project: str | None = _if_enabled(None, "Project that the run belongs to.")
     workspace: str | None = _if_enabled(None, "Workspace that the run belongs to.")
-    api_key: str | None = _if_enabled(None, "API key of the account.")
+    api_key: str | None = _if_enabled(
+        None, "API key of the account. The variable COMET_API_KEY keeps it out of the config.", secret=True
+    )
     experiment_name: str | None = _if_enabled(None, "Name of the experiment.")
     experiment_key: str | None = _if_enabled(None, "Key of the experiment.")
     online: bool | None = _if_enabled(None, "Send events immediately. false: store them in a file.")

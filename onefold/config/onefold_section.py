@@ -79,6 +79,32 @@ class LossSpikeSection:
 
 
 @dataclass(frozen=True)
+class StallSection:
+    """Watch that ends the job if a rank makes no progress ([guards](guards.md#find-ranks-that-are-stuck))."""
+
+    seconds: float | None = key(
+        None,
+        "Time without progress after which all ranks end with exit code 75: in the program or its data loader, in one "
+        "request to a disk, without a heartbeat, or in collectives on all ranks. It must be longer than any forward, "
+        "and any work between two calls of the engine. By default, nothing is watched.",
+        above=0,
+        or_false=True,
+    )
+    first_step_seconds: float | None = key(
+        None,
+        "The same bound until the first step is complete. The default is ten times `seconds`.",
+        above=0,
+        switch="seconds",
+    )
+    folder: str | None = key(
+        None,
+        "Folder of `heartbeats.json` and `stacks.txt`. The default is the folder of `onefold.report`, or `stall` in "
+        "the working directory.",
+        switch="seconds",
+    )
+
+
+@dataclass(frozen=True)
 class OnefoldSection:
     """Keys that are specific to onefold. DeepSpeed does not have them."""
 
@@ -138,6 +164,12 @@ class OnefoldSection:
         3, "Number of rollbacks without a step beyond those reached before, after which the error is raised.", minimum=0
     )
     loss_spike: LossSpikeSection = section(LossSpikeSection)
+    reexecute_steps: bool = key(
+        False,
+        "Re-execute a step whose gradients are not finite (if `nonfinite_gradients` reacts to them) or whose loss is a "
+        "spike, to tell a bit flip from a bug. Inputs are kept until the step. The first step is always re-executed, "
+        "to check that its bits can be reproduced.",
+    )
     replica_check_every: int | None = key(
         None,
         "Number of steps between two comparisons of what all ranks must have with the same bits: unsharded parameters "
@@ -242,7 +274,9 @@ class OnefoldSection:
     metrics_address: str | None = key(
         None,
         "Address (`host:port`) at which rank 0 serves loss, learning rate, gradient norm, memory and traffic of the "
-        "last step to Prometheus, at /metrics and without authentication. By default, nothing listens.",
+        "last step, and with `stall` the heartbeats of all ranks, to Prometheus, at /metrics and without "
+        "authentication. By default, nothing listens.",
     )
     trace: TraceSection = section(TraceSection)
     stop: StopSection = section(StopSection)
+    stall: StallSection = section(StallSection)

@@ -125,6 +125,11 @@ class CheckpointSection:
         switch="keep_last",
         minimum=1,
     )
+    private: bool = key(
+        False,
+        "Create the folders of a checkpoint with mode 0700 and its files with mode 0600. false: with the modes that "
+        "the umask leaves.",
+    )
     tag_validation: Literal["Warn", "Ignore", "Fail"] = key(
         "Warn", "Reaction to tags that differ between ranks. The tag of rank 0 is used."
     )

@@ -89,8 +89,9 @@ class CheckpointSaver:
         state.check_complete()
         state.schedule.context.forget_cached()
         tag = str(tag) if tag is not None else f"global_step{state.global_steps}"
-        background = state.plan.loop.checkpoint.async_save if background is None else background
-        options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background)
+        section = state.plan.loop.checkpoint
+        background = section.async_save if background is None else background
+        options = SaveOptions(str(save_dir), tag, save_latest, exclude_frozen, background, section.private)
         self.coordinator.save(
             options, lambda: self._header(client_state, exclude_frozen), lambda theirs: self._validate_tag(tag, theirs)
         )

@@ -23,6 +23,7 @@ from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.compiled_units import CompiledUnits
 from onefold.engine.job_stop import JobStop
 from onefold.engine.offloaded_states import OffloadedStates
+from onefold.engine.stall_guard import StallGuard
 from onefold.engine.step_reports import EngineReports
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
@@ -41,6 +42,7 @@ class EngineParts:
     reports: EngineReports
     compiled: CompiledUnits
     stop: JobStop
+    stalls: StallGuard
     creator: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that made the engine."""
 
@@ -75,6 +77,7 @@ class EngineParts:
             self.state.fp8.close()
             if schedule.memory is not None:
                 schedule.memory.close()
+            self.stalls.close()
             schedule.guard.close()  # last, because the guard watches the waits above
 
     def _finish_step(self) -> None:

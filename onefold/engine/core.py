@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -26,7 +26,9 @@ from onefold.engine.model_events import ModelEvents
 from onefold.engine.model_memory import ModelMemory
 from onefold.engine.offloaded_states import OffloadedStates
 from onefold.engine.shared_parameters import SharedParameters
+from onefold.engine.stall_guard import StallGuard
 from onefold.engine.step_guards import StepGuards
+from onefold.engine.step_replay import StepReplay
 from onefold.engine.step_reports import EngineReports, learning_rates, open_record
 from onefold.engine.take_step import StepTaker
 from onefold.optim.chosen import ChosenOptimizer
@@ -105,13 +107,15 @@ class Engine(nn.Module):
         self._saver = CheckpointSaver(self.state)
         self._loader = CheckpointLoader(self.state, self._saver)
         self._guards = StepGuards(self.state, self._saver, self._loader)
-        self._steps = StepTaker(self.state, self._hooks, self._saver)
+        self._replay = StepReplay(self.state)
+        self._steps = StepTaker(self.state, self._hooks, self._saver, self._replay)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
         handles, offloaded = self._events.handles, self.offloaded_states
-        self._stop = JobStop(self.state)
+        self._stop, self._stalls = JobStop(self.state), StallGuard(self.state, self.monitor)
         parts = EngineParts(
-            self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop
-        )
+            self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop,
+            self._stalls,
+        )  # fmt: skip
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
         self._resume_collector = pause_collector(self) if plan.loop.pauses_collector else lambda: None
@@ -125,9 +129,8 @@ class Engine(nn.Module):
         precision = self.plan.precision
         if precision.casts_inputs:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
-        autocast = torch.autocast(self.device.type, dtype=precision.autocast) if precision.autocast else nullcontext()
-        with self._phase("forward"), self._memory_errors.explained("forward"), autocast:
-            output = self.state.model(*args, **kwargs)
+        with self._phase("forward"), self._memory_errors.explained("forward"):
+            output = self._replay.call_model(args, kwargs)
         if self.plan.loop.reports_memory:
             memory_status("after forward")
         return output
@@ -147,6 +150,7 @@ class Engine(nn.Module):
             loss = loss / self.batch.accumulation
         with self._phase("backward"):
             state.begin_backward(divisor=1)
+            is_last = state.window.backward_is_last
             decision.add_loss(loss.detach())
             try:
                 scaled = loss.float() * decision.loss_scale.value if decision.scales_loss else loss
@@ -165,6 +169,7 @@ class Engine(nn.Module):
                 else:  # Ctrl-C launches no collective, because the other ranks may not be interrupted
                     state.interrupted = type(error).__name__
                 raise
+            self._replay.end_micro_step(is_last=is_last)
         if self.plan.loop.reports_memory:
             memory_status("after backward")
         return loss.detach()
@@ -201,6 +206,7 @@ class Engine(nn.Module):
             finally:  # the step is taken and counted even if the scheduler raises
                 self._saver.remember_step()
             self._reports.end_step()
+            self._stalls.record_step()
             if self._trace is not None:
                 self._trace.after_step(state.global_steps)
             self._stop.after_step(self._saver)
@@ -209,7 +215,7 @@ class Engine(nn.Module):
         """Return a context that times a phase and traces it if the trace window is open."""
         if self._trace is not None:
             self._trace.before_phase(self.state.global_steps)
-        return self._timeline.span(name)
+        return self._stalls.phase(name, self._timeline.span(name))
 
     def wait_for_step(self) -> None:
         """Wait for copies and collectives that the last step has launched."""
@@ -366,7 +372,7 @@ class Engine(nn.Module):
 
     def describe(self) -> str:
         """Return the plan in words: what is replicated, what is sharded, bytes per rank, tier and step."""
-        return self.model_memory.describe()
+        return "\n".join(line for line in (self.model_memory.describe(), self._replay.describe()) if line)
 
     def plan_report(self) -> str:
         """Return planned and measured bytes as text: each tier and kind, buffers, the peak, traffic per step.

@@ -22,11 +22,10 @@ from onefold.runtime import unsharded_shape
 _LOCAL = {
     *"""
     activation_checkpointing aio autotuning checkpoint comet comms_logger csv_monitor dump_state flops_profiler
-    gradient_accumulation_steps log_level memory_breakdown nebula notices onefold.device_memory
-    onefold.host_memory onefold.report onefold.trace.path optimizer raw refusals steps_per_print tensorboard timers
+    gradient_accumulation_steps log_level memory_breakdown nebula notices onefold.device_memory onefold.host_memory
+    onefold.report onefold.stall.folder onefold.trace.path optimizer raw refusals steps_per_print tensorboard timers
     train_batch_size train_micro_batch_size_per_gpu unknown wall_clock_breakdown wandb
-    zero_optimization.cpu_offload_use_pin_memory
-    zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.cpu_offload_use_pin_memory zero_optimization.stage3_gather_16bit_weights_on_model_save
     """.split(),  # noqa: SIM905
     *(
         f"zero_optimization.offload_{what}.{key}"

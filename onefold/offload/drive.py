@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 
+from onefold.disk_waits import waiting_for_disk
 from onefold.log import logger
 from onefold.offload.host_memory import PAGE, page_aligned
 from onefold.offload.swap_folder import SwapFolder, unusable
@@ -111,7 +112,8 @@ class Drive:
         done, size = 0, len(buffer)
         while done < size:
             try:
-                moved = call(self.folder.data_fd, [buffer[done:] if done else buffer], offset + done)
+                with waiting_for_disk(f"the swap {operation} of", self.folder.data_path):
+                    moved = call(self.folder.data_fd, [buffer[done:] if done else buffer], offset + done)
             except OSError as error:
                 raise self._error(operation, error.errno or errno.EIO, error.strerror, offset, size) from error
             moved -= moved % self.page  # O_DIRECT can only continue at a page boundary.

@@ -13,7 +13,7 @@ from onefold.optim.norm import GroupDigest, HostCopy, StepNorm, StepScalars, exc
 from onefold.optim.step import ShardedStep
 from onefold.plan import Plan
 from onefold.recovery.loss_guard import LossGuard
-from onefold.recovery.refused_step import NonFiniteError
+from onefold.recovery.refused_step import NonFiniteError, SuspiciousStep
 from onefold.recovery.replica_check import ReplicaCheck
 from onefold.runtime import FlatParam, Schedule
 
@@ -47,6 +47,8 @@ class StepDecision:
         self.loss_guard = LossGuard(plan.guards, logs=is_first) if reads else None
         # The comparison of replicas, if the config requests it.
         self.replica_check: ReplicaCheck | None = None
+        # Whether the engine re-executes suspicious steps, and whether it wants to re-execute the next one anyway.
+        self.suspects = self.examines = False
         # Whether the last step was applied.
         self.applied = False
         # The signal after which all ranks stop, as of the last step, or 0.
@@ -74,21 +76,24 @@ class StepDecision:
         *,
         alarm: bool = False,
         stop_signal: int = 0,
+        examined: bool = False,
     ) -> bool:
         """Step with the reduced gradients divided by `divisor`. Skip the step, or raise, if they are not finite.
 
         Return False without stepping on any rank if any rank passes `alarm`. If any rank passes `stop_signal`, it is
-        set on all ranks.
+        set on all ranks. Raise `SuspiciousStep` for a step that should be re-executed, unless it was `examined`.
         """
         self._schedule.check_in_place()
         groups = step.groups_to_compare() if not self._schedule.alone else None
-        waits = not step.can_be_decided_later(optimizer)
+        waits = self.suspects or not step.can_be_decided_later(optimizer)
         scalars = self._exchange(groups, alarm=alarm, waits=waits, stop_signal=stop_signal)
         if scalars.alarm:
             return False
         if scalars.late:
             self._schedule.reduce_late()
             scalars = self._exchange(groups, waits=waits, stop_signal=scalars.stop_signal)
+        if self.suspects and not examined and ((problem := self._suspicion(scalars)) or self.examines):
+            raise SuspiciousStep(problem)
         self._scalars, self._unscaled = scalars, self.unscale(divisor)
         self.stop_signal = scalars.stop_signal
         if self.replica_check is not None:
@@ -131,6 +136,13 @@ class StepDecision:
                     rolls_back=self._nonfinite == "rollback",
                 )
         return True
+
+    def _suspicion(self, scalars: StepScalars) -> str:
+        """Return why a step is suspicious, on all ranks, or an empty string. Overflows of fp16 are not."""
+        if self.loss_guard is not None and (problem := self.loss_guard.describe_spike(scalars.losses)):
+            return problem
+        not_finite = self._nonfinite != "ignore" and not self.scales_loss and scalars.overflow
+        return "a gradient is not finite" if not_finite else ""
 
     @property
     def norm(self) -> float | None:

@@ -19,6 +19,8 @@ class Guards:
     loss_spike: LossSpikeSection = field(default_factory=LossSpikeSection)
     max_rollbacks: int = 3
     replica_check_every: int | None = None
+    reexecutes: bool = False
+    """Suspicious steps are re-executed."""
 
     @property
     def may_refuse(self) -> bool:
@@ -35,7 +37,12 @@ class Guards:
 def make_guards(config: Config) -> Guards:
     """Compute the guards of a config."""
     own = config.onefold
-    return Guards(_nonfinite(config), own.loss_spike, own.max_rollbacks, own.replica_check_every)
+    if own.reexecute_steps and own.step_in_backward:
+        raise ConfigError(
+            "onefold.reexecute_steps is not possible with onefold.step_in_backward, which steps before the last "
+            "gradient is known. Change one of the two"
+        )
+    return Guards(_nonfinite(config), own.loss_spike, own.max_rollbacks, own.replica_check_every, own.reexecute_steps)
 
 
 def _nonfinite(config: Config) -> NonFinite:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onefold.config.monitoring import Comet, FileMonitor, Wandb
-from onefold.config.onefold_section import StopSection, TraceSection
+from onefold.config.onefold_section import StallSection, StopSection, TraceSection
 from onefold.config.schema import CheckpointSection
 
 
@@ -41,9 +41,15 @@ class Loop:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     trace: TraceSection = field(default_factory=TraceSection)
     stop: StopSection = field(default_factory=StopSection)
+    stall: StallSection = field(default_factory=StallSection)
     record_folder: str | None = None
     """The folder that the record of the run is written to."""
     monitoring: Monitoring = field(default_factory=Monitoring)
+
+    @property
+    def stall_folder(self) -> str:
+        """The folder of the files of the stall watch."""
+        return self.stall.folder or self.record_folder or "stall"
 
     @property
     def reports_steps(self) -> bool:

@@ -306,6 +306,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             checkpoint=config.checkpoint,
             trace=own.trace,
             stop=own.stop,
+            stall=own.stall,
             record_folder=own.report,
             monitoring=Monitoring(
                 config.tensorboard, config.csv_monitor, config.wandb, config.comet, own.metrics_address

@@ -80,6 +80,14 @@ class LossGuard:
         )
         return Refusal(problem, LossSpikeError(problem, advice, rolls_back=action == "rollback"))
 
+    def describe_spike(self, losses: Sequence[float | None]) -> str:
+        """Return why these losses of all ranks are a spike or not finite, or an empty string. Record nothing."""
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < len(losses):
+            return ""
+        mean = sum(known) / len(known)
+        return self._describe_spike(mean) if math.isfinite(mean) else f"the mean loss is {mean}"
+
     def _describe_spike(self, loss: float) -> str:
         """Return why a loss is a spike, or an empty string."""
         if self._spike.factor is None or len(self._recent) < self._spike.window:

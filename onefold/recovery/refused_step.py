@@ -14,6 +14,14 @@ class RefusedStepError(RuntimeError):
         self.problem, self.rolls_back = problem, rolls_back
 
 
+class SuspiciousStep(Exception):
+    """A step that should be re-executed before it is taken. `problem` is empty if nothing is wrong with it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
 class NonFiniteError(RefusedStepError, FloatingPointError):
     """A loss or gradients that are not finite."""
 

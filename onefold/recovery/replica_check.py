@@ -71,7 +71,7 @@ class ReplicaCheck:
             return
         self._schedule.wait_for_step()
         sums = [
-            torch.stack([_sum_of_bits(param.full) for param in unit.params if param.stays_unsharded]).sum()
+            torch.stack([sum_of_bits(param.full) for param in unit.params if param.stays_unsharded]).sum()
             for unit in self._units
         ]
         now = [self._note(*place) for _, *place in self._buffers]
@@ -96,7 +96,7 @@ class ReplicaCheck:
         buffer = module._buffers.get(name)
         if buffer is None or buffer.is_meta or buffer.is_inference():
             return None
-        return buffer.data_ptr(), buffer._version, int(_sum_of_bits(buffer).item())
+        return buffer.data_ptr(), buffer._version, int(sum_of_bits(buffer).item())
 
 
 def _compare(then: _Noted | None, now: _Noted | None) -> BufferState:
@@ -105,7 +105,7 @@ def _compare(then: _Noted | None, now: _Noted | None) -> BufferState:
     return BufferState.KEPT if then[2] == now[2] else BufferState.CHANGED_SILENTLY
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the elements of a tensor, read as integers. It wraps around."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)

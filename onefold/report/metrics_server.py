@@ -6,7 +6,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -53,6 +53,10 @@ class MetricsServer:
         """Replace the values of metrics."""
         self._metrics.update(event_list)
 
+    def write_ranks(self, ranks: Mapping[int, Mapping[str, float]]) -> None:
+        """Replace the metrics of ranks, by rank and name. They have the label `rank`."""
+        self._metrics.update_ranks(ranks)
+
 
 class _Metrics:
     """The latest value of each metric."""
@@ -60,6 +64,7 @@ class _Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
+        self._of_ranks: dict[int, dict[str, float]] = {}
 
     def update(self, events: Iterable[tuple[str, Any, int]]) -> None:
         """Replace the values of the metrics in a list of events."""
@@ -73,11 +78,20 @@ class _Metrics:
         with self._lock:
             self._values |= values
 
+    def update_ranks(self, ranks: Mapping[int, Mapping[str, float]]) -> None:
+        """Replace the metrics of ranks."""
+        with self._lock:
+            self._of_ranks = {rank: dict(values) for rank, values in ranks.items()}
+
     def text(self) -> str:
         """Return all metrics in Prometheus' text format."""
         with self._lock:
-            values = dict(self._values)
-        return "".join(f"# TYPE {name} gauge\n{name} {value!r}\n" for name, value in sorted(values.items()))
+            lines = {name: [f"{name} {value!r}"] for name, value in self._values.items()}
+            for rank, values in sorted(self._of_ranks.items()):
+                for name, value in values.items():
+                    name = f"onefold_rank_{name}"
+                    lines.setdefault(name, []).append(f'{name}{{rank="{rank}"}} {value!r}')
+        return "".join("\n".join([f"# TYPE {name} gauge", *each, ""]) for name, each in sorted(lines.items()))
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Answer one request."""

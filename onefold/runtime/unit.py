@@ -370,7 +370,11 @@ class Unit:
         reductions = []
         for unit in units:
             unit.grad_state = GradientState.REDUCING
-            reductions += [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained_params]
+            found = [param.grad.prepare_reduce_scatter(prescale, pool) for param in unit.trained_params]
+            if context.on_gradient is not None:
+                for param, reduction in zip(unit.trained_params, found, strict=True):
+                    context.on_gradient(unit, param, reduction.source)
+            reductions += found
         return reductions
 
     @staticmethod

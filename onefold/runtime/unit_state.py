@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum, IntEnum
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from onefold.comm import Agreement
 from onefold.fp8 import Fp8Scales
@@ -120,6 +120,8 @@ class UnitContext:
         self.gradients = GradientBatch()
         # Called with each shard whose gradient is complete, in the last backward before a step.
         self.on_reduced: Callable[[ShardStore], None] = lambda store: None
+        # Called with each flat gradient of this rank when its reduction is launched.
+        self.on_gradient: Callable[[Any, Any, Any], None] | None = None
         # The unit that `GatheredParameters` read last: a loop over parameters gathers each unit once.
         self.cached: PassMember | None = None
         # Kinds of state that `offload_states` has moved off the device, by name.

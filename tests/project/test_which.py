@@ -13,7 +13,7 @@ AREAS = (PACKAGE, PACKAGE / "tools")
 TESTS = which.ROOT / "tests"
 FILES = {path.name: path for path in TESTS.rglob("test_*.py")}
 # Folders that belong to no package.
-OTHERS = {"docs", "fixtures", "gpu", "matrix", "project"}
+OTHERS = {"docs", "fixtures", "fuzz", "gpu", "matrix", "project", "security"}
 
 
 def has_code(text: str) -> bool:

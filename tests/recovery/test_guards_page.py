@@ -14,6 +14,7 @@ from models import batches, net, start, weights_of
 
 from onefold.config import load_config
 from onefold.recovery import replica_check
+from onefold.recovery.rank_beats import RankBeat, describe_stall
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guards.md").read_text()
 
@@ -25,7 +26,7 @@ def example(kind: str, name: str = "") -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["rollback.json", "spike.json", "replicas.json"])
+@pytest.mark.parametrize("name", ["rollback.json", "spike.json", "replicas.json", "stall.json"])
 def test_the_configs_load_without_notices(name):
     config = load_config(json.loads(example("json", name)))
     assert (config.notices, config.refusals) == ((), ())
@@ -52,6 +53,12 @@ def run_loop(folder: str) -> tuple[int, bool]:
 
 def test_the_loop_rolls_back(on_ranks, tmp_path):
     assert on_ranks(2, run_loop, str(tmp_path)) == [(1, True)] * 2
+
+
+def test_the_message_about_a_stall():
+    doing = "the data loader's next batch, at train.py:41 in read_rows"
+    beat = RankBeat(1, step=812, doing=doing, seconds=63)
+    assert f"{describe_stall(beat, 60)}\n" == example("text", "stall")
 
 
 def test_the_message_about_replicas():

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from onefold.disk_waits import waiting_for_disk
+
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or incompatible. The message names the file, the problem and the fix."""
@@ -72,16 +74,35 @@ def sync(path: Path) -> None:
     """Flush a file or a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with waiting_for_disk("the flush of", path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash it has either the old content or the new content."""
+def file_mode(folder: Path) -> int:
+    """Return the mode of new files in a folder: 0600 if no other user can enter it, otherwise what the umask leaves."""
+    return 0o666 if stat.S_IMODE(folder.stat().st_mode) & 0o077 else 0o600
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder that no other user can enter, with its parents if they do not exist."""
+    for folder in (*reversed(path.parents), path):
+        if folder == path or not folder.exists():
+            with suppress(FileExistsError):  # another rank has created it
+                folder.mkdir(0o700)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
+    """Write a file atomically: after a crash it has either the old content or the new content.
+
+    The mode is that of new files in its folder unless another one is given.
+    """
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
+    mode = file_mode(path.parent) if mode is None else mode
     try:
-        with partial.open("xb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with waiting_for_disk("the write of", path), os.fdopen(os.open(partial, flags, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -24,6 +24,8 @@ from pathlib import Path
 
 from onefold.checkpoint.format.files import (
     CheckpointError,
+    file_mode,
+    make_private_folder,
     open_regular,
     read_into,
     read_small,
@@ -81,7 +83,9 @@ def data_folders(tag_folder: Path) -> list[str]:
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
     """Hold the lock of a data folder, and yield whether it was acquired. It is released when the process exits."""
-    with os.fdopen(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "rb") as file:
+    with os.fdopen(
+        os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644 & file_mode(folder)), "rb"
+    ) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             ours = True
@@ -95,12 +99,19 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def new_data_folder(tag_folder: Path) -> Iterator[Path]:
-    """Create a uniquely named data folder for one save, and hold its lock."""
+def new_data_folder(tag_folder: Path, *, private: bool = False) -> Iterator[Path]:
+    """Create a uniquely named data folder for one save, and hold its lock.
+
+    With `private`, no other user can enter the folders of the tag, and files in them are created for this user only.
+    """
     name = f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
     # The folder is renamed after it is locked, so that other jobs never see it unlocked.
     hidden = tag_folder / f".{name}"
-    hidden.mkdir(parents=True)
+    if private:
+        make_private_folder(hidden)
+        tag_folder.chmod(0o700)  # it may be that of an earlier save
+    else:
+        hidden.mkdir(parents=True)
     with locked(hidden):
         hidden.rename(tag_folder / name)
         yield tag_folder / name
@@ -121,14 +132,14 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
         sync(save_dir.parent)
     replace_file(tag_folder / NAME, manifest.to_text())
     if save_latest:
-        replace_file(save_dir / LATEST, manifest.tag.encode())
+        replace_file(save_dir / LATEST, manifest.tag.encode(), mode=file_mode(tag_folder))
 
 
 def put_pointer_files(tag_folder: Path, names: Sequence[str]) -> None:
     """Write files under the names by which other tools recognize a DeepSpeed checkpoint. They refer to the manifest."""
     for path in (tag_folder / name for name in names):
         if not path.exists():
-            path.write_bytes(_POINTER)
+            replace_file(path, _POINTER)
 
 
 def _is_pointer(path: Path) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -34,6 +33,7 @@ from onefold.checkpoint.format.files import (
     spell,
 )
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES, DTYPES, MAX_DIMS, MAX_HEADER_BYTES
+from onefold.redaction import URL_CREDENTIALS, is_secret_name
 
 FORMAT = "onefold-checkpoint"
 VERSION = 1
@@ -392,10 +392,6 @@ def is_number(value: Any) -> bool:
 # -- secrets of a config -----------------------------------------------------------------------------------------------
 
 NOT_STORED = "(not stored)"
-# Matched against the key in lower case without separators. "tokenizer" does not name a secret.
-_SECRET = re.compile(r"apikey|accesskey|privatekey|token(?!iz)|passw|passphrase|secret|credential")
-# The user and password in a URL.
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any) -> Any:
@@ -404,14 +400,12 @@ def without_secrets(tree: Any) -> Any:
     Checkpoints are shared with others and kept for years.
     """
     if isinstance(tree, dict):
-        return {key: _hidden(value) if _names_secret(key) else without_secrets(value) for key, value in tree.items()}
+        return {
+            key: _hidden(value) if is_secret_name(str(key)) else without_secrets(value) for key, value in tree.items()
+        }
     if isinstance(tree, list | tuple):
         return type(tree)(without_secrets(value) for value in tree)
-    return _USER.sub(NOT_STORED, tree) if isinstance(tree, str) else tree
-
-
-def _names_secret(key: Any) -> bool:
-    return isinstance(key, str) and _SECRET.search(re.sub(r"[-_ .]", "", key.lower())) is not None
+    return URL_CREDENTIALS.sub(f"{NOT_STORED}@", tree) if isinstance(tree, str) else tree
 
 
 def _hidden(value: Any) -> Any:

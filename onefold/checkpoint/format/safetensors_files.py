@@ -128,7 +128,7 @@ def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tu
     return dtype, shape, offsets[0], offsets[1]
 
 
-def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str]) -> dict[str, TensorEntry]:
+def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str], mode: int = 0o666) -> dict[str, TensorEntry]:
     """Write the header of a new file, and return the entries with the offsets of its tensors.
 
     Wide dtypes come first, so that every tensor is aligned to its element size without gaps.
@@ -140,7 +140,9 @@ def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str]) -> dic
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
     begin = 8 + len(text)
     return {name: TensorEntry(*shapes[name], file, begin + header[name]["data_offsets"][0]) for name in shapes}
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.format import plain_data
-from onefold.checkpoint.format.files import CheckpointError, RemovedError, check_object, open_regular, read_into, reason
+from onefold.checkpoint.format.files import (
+    CheckpointError,
+    RemovedError,
+    check_object,
+    file_mode,
+    open_regular,
+    read_into,
+    reason,
+)
 from onefold.checkpoint.format.folder import FoundCheckpoint, choose, examine, removal
 from onefold.checkpoint.format.manifest import (
     NAME,
@@ -34,6 +42,7 @@ from onefold.checkpoint.format.safetensors_files import (
     read_header,
     write_header,
 )
+from onefold.disk_waits import waiting_for_disk
 from onefold.offload.buffer import Buffer
 
 # Number of attempts to open a checkpoint in a folder from which a job removes old checkpoints.
@@ -114,7 +123,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._slots = {slot.entry[0]: slot for slot in slots}
         assert len(self._slots) == len(slots), "a range is written twice"
         shapes = {name: (slot.dtype, slot.entry[1]) for name, slot in self._slots.items()}
-        self._entries = write_header(path, shapes, {"format": "onefold"})
+        self._entries = write_header(path, shapes, {"format": "onefold"}, file_mode(path.parent))
         self._header = path.read_bytes()
         self._parts: dict[str, StoredPart] = {}
         self._file = path.open("r+b", buffering=0)
@@ -125,14 +134,16 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         sums = []
         for tile in _tiles(slot.buffer):
             sums.append(checksum(tile))
-            write_all(self._file.fileno(), tile, offset)
+            with waiting_for_disk("the write of", self._path):
+                write_all(self._file.fileno(), tile, offset)
             offset += len(tile)
         self._parts[name] = StoredPart(0, slot.start, slot.stop, start, tuple(sums))
 
     def close(self, own: Any) -> ShardRecord:
         """Flush the file and return its record. `own` is the per-rank state."""
         with self._file:
-            os.fsync(self._file.fileno())
+            with waiting_for_disk("the flush of", self._path):
+                os.fsync(self._file.fileno())
             nbytes = os.fstat(self._file.fileno()).st_size
         parts = tuple((slot.name, slot.dtype, slot.shape, self._parts[name]) for name, slot in self._slots.items())
         shown = f"{self._path.parent.name}/{self._path.name}"
@@ -271,7 +282,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         file, offset = self.folder / self.manifest.files[part.file].name, part.offset + number * RANGE_BYTES
         descriptor = self._descriptor(part.file)
         try:
-            got = read_into(descriptor, data, offset)
+            with waiting_for_disk("the read of", file):
+                got = read_into(descriptor, data, offset)
         except OSError as error:  # includes a removed file on a network file system
             raise self._unreadable(file, error) from error
         self.bytes_read += got

@@ -78,6 +78,8 @@ class SaveOptions:
     save_latest: bool
     exclude_frozen: bool
     background: bool
+    private: bool
+    """Whether only this user can read the files."""
 
 
 @dataclass(frozen=True)

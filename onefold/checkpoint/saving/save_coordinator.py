@@ -315,7 +315,8 @@ class SavePublisher:
                 raise SaveError("the last step failed half-way, so nothing can be saved. Load the last checkpoint.")
             tree, tensors = plain_data.encode(header.state, "state")
             save_dir = os.path.abspath(options.save_dir)
-            data = lock.enter_context(folder.new_data_folder(Path(save_dir, folder.check_tag(options.tag))))
+            tag_folder = Path(save_dir, folder.check_tag(options.tag))
+            data = lock.enter_context(folder.new_data_folder(tag_folder, private=options.private))
             given = {**asdict(options), "save_dir": save_dir}
             request = SaveRequest(**given, number=self._number, steps=steps, data=data.name, buffers=header.buffers)
             self._post(asdict(request))

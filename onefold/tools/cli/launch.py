@@ -17,6 +17,7 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from onefold.redaction import redact_command
 from onefold.tools.cli.ranks import Job, program_command, python_command, run_ranks
 from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
@@ -132,7 +133,7 @@ def _command_for(node_rank: int, master_addr: str | None) -> str:
         given[given.index("--node_rank") + 1] = str(node_rank)
     else:
         added = ["--node_rank", str(node_rank), *added]
-    return shlex.join(["onefold", "launch", *added, *given])
+    return shlex.join(redact_command(["onefold", "launch", *added, *given]))
 
 
 def _check_node_rank(node_rank: int, num_nodes: int) -> None:

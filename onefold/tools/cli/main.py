@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import NoReturn
 
 import onefold
+from onefold.redaction import redact
 from onefold.tools.cli.commands import COMMANDS, Command
 from onefold.tools.cli.usage import UsageError, check_folder, loading_torch
 
@@ -159,7 +160,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         # onefold's own errors (UsageError, ConfigError, DataError) have a message for the user.
         if not (isinstance(error, ValueError) and type(error).__module__.startswith("onefold.")):
             return _fail_unexpectedly(error)
-        print(f"onefold: {error}", file=sys.stderr)
+        print(f"onefold: {redact(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     return exit_code
 
@@ -175,7 +176,7 @@ def _fail_unexpectedly(error: Exception) -> int:
     """Print an unexpected error in one line, or raise it if ONEFOLD_TRACEBACK=1 asks for a traceback."""
     if os.environ.get("ONEFOLD_TRACEBACK", "0") not in ("", "0"):
         raise error
-    text = " ".join(str(error).split())
+    text = " ".join(redact(str(error)).split())
     print(
         f"onefold: {type(error).__name__}: {text[:500]}\nThis is a bug in onefold. Set ONEFOLD_TRACEBACK=1 to see the "
         "traceback.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -32,11 +33,13 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from onefold.job_secret import JOB_SECRET, JOB_SECRET_FILE, JobSecret
 from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
 from onefold.tools.cli.rank_processes import RankEnd, RankProcess, first_failure, print_error, report_failure
 
 # The time in which ranks record their tracebacks after the first failure.
 TRACEBACK_SECONDS = 2.0
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Added to the time that ranks give themselves to stop.
 MARGIN_SECONDS = 5.0
 
@@ -44,8 +47,9 @@ MARGIN_SECONDS = 5.0
 class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
     """Starts the ranks of this node after each rendezvous, and ends all of them when one fails or a signal arrives."""
 
-    def __init__(self, spec: WorkerSpec, folder: str) -> None:
+    def __init__(self, spec: WorkerSpec, folder: str, secret: JobSecret) -> None:
         super().__init__(spec)
+        self._secret = secret
         self.failure: RankEnd | None = None
         """The first failure among the ranks of this node, of the last start."""
         self._folder = Path(folder)
@@ -69,6 +73,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         with self._signals_deferred():
             for worker in worker_group.workers:
                 environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts)}
+                environment.pop(JOB_SECRET_FILE, None)  # it is for launchers; ranks have the secret of this start
                 self._processes.append(RankProcess(command, environment, worker.global_rank, self._changed))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
@@ -129,6 +134,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         spec = group.spec
         folder = self._folder / f"start_{starts}" / str(worker.local_rank)
         folder.mkdir(parents=True)
+        secret = self._secret.derive(f"start {starts}").text
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),
@@ -150,7 +156,17 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             "ONEFOLD_RESTARTS": str(starts),
             "ONEFOLD_LAUNCHER": str(os.getpid()),
             STOP_SECONDS_FILE: str(folder / "stop_seconds"),
+            **({} if secret is None else {JOB_SECRET: secret}),
+            **self._loopback(group),
         }
+
+    @staticmethod
+    def _loopback(group: Any) -> dict[str, str]:
+        """Return the variable that lets gloo listen on the loopback interface only, for a job on one node."""
+        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if name is None or group.group_world_size > 1 or _GLOO_INTERFACE in os.environ:
+            return {}
+        return {_GLOO_INTERFACE: name}
 
     def first_failure(self) -> RankEnd | None:
         """Return the first failure among the ranks that have ended."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from onefold.redaction import redact
 from onefold.stop_signals import EXIT_CODES, STOP_SECONDS, STOP_SECONDS_FILE
 
 EXIT_FAILED = 1
@@ -158,6 +159,6 @@ def report_signal(number: signal.Signals) -> int:
 
 
 def print_error(text: str) -> None:
-    """Print text to stderr unless it is empty."""
+    """Print text to stderr without secrets of the environment, unless it is empty."""
     if text:
-        print(text, file=sys.stderr, flush=True)
+        print(redact(text), file=sys.stderr, flush=True)

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret
+from onefold.redaction import redact
 from onefold.tools.cli.rank_processes import EXIT_FAILED, print_error, report_failure, report_signal
 
 if TYPE_CHECKING:
@@ -72,11 +74,12 @@ class Job:
         """Whether the rendezvous is local to this node."""
         return self.num_nodes == 1 and self.master_port is None
 
-    def worker_spec(self, command: Sequence[str], folder: str) -> WorkerSpec:
+    def worker_spec(self, command: Sequence[str], folder: str, secret: JobSecret) -> WorkerSpec:
         """Return the job as torch's elastic agent expects it, with the rendezvous of its nodes."""
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.rendezvous import RendezvousParameters
-        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        from onefold.tools.cli.rendezvous import make_rendezvous
 
         alone = self.is_alone
         # With a static rendezvous, restarted ranks would find the addresses of dead ones in the old store. With c10d
@@ -105,7 +108,7 @@ class Job:
             local_world_size=self.num_ranks,
             entrypoint=command[0],
             args=tuple(command[1:]),
-            rdzv_handler=get_rendezvous_handler(parameters),
+            rdzv_handler=make_rendezvous(parameters, secret),
             max_restarts=self.max_restarts,
             master_addr=host if backend == "static" else None,
             master_port=port if backend == "static" else None,
@@ -133,6 +136,9 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
         where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
         print_error(f"onefold: the ranks cannot connect to {where}: {str(error).splitlines()[0]}")
         return EXIT_FAILED
+    except ForgedMessageError as error:
+        print_error(f"onefold: {error}")
+        return EXIT_FAILED
     except KeyboardInterrupt:  # before the agent handles signals
         return report_signal(signal.SIGINT)
 
@@ -143,8 +149,9 @@ def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
     from onefold.tools.cli.rank_agent import RankAgent
 
     _silence_agent()
-    spec = job.worker_spec(command, folder)
-    agent = RankAgent(spec, folder)
+    secret = _job_secret(job)
+    spec = job.worker_spec(command, folder, secret)
+    agent = RankAgent(spec, folder, secret)
     is_left_open = False
     try:
         with agent.signals_handled():
@@ -162,6 +169,19 @@ def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
         print_error("onefold: the job is complete without this node, which has left the rendezvous")
         return EXIT_FAILED
     return report_failure(agent.failure) if agent.failure is not None and result.is_failed() else 0
+
+
+def _job_secret(job: Job) -> JobSecret:
+    """Return the secret that signs the messages of the job. A job on one node gets a new one unless one is given."""
+    secret = JobSecret.find(os.environ)
+    if not secret and job.num_nodes == 1:
+        return JobSecret.make()
+    if not secret and job.node_rank == 0:
+        print_error(
+            "onefold: messages between the nodes are not signed, because the job has no secret. Set "
+            f"{JOB_SECRET_FILE} to a file with the same secret on all nodes."
+        )
+    return secret
 
 
 @contextmanager
@@ -203,7 +223,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         return  # the launcher was interrupted too, and reports it once
     while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
-    text = "".join(traceback.format_exception(kind, error, trace))
+    text = redact("".join(traceback.format_exception(kind, error, trace)))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         sys.stderr.write(text)
@@ -214,7 +234,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
     # Rename a complete file, because the agent may end this rank at any time.
     part = f"{error_file}.part"
     with open(part, "w") as file:
-        json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+        json.dump({"message": {"message": redact(f"{kind.__name__}: {error}"), "extraInfo": extra}}, file)
     os.replace(part, error_file)
 
 

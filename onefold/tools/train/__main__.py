@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from onefold.redaction import redact
 from onefold.tools.train.options import OptionError, TrainOptions, add_arguments
 
 
@@ -48,7 +49,7 @@ def run_rank(options: TrainOptions) -> int:
 
 def _show(message: str) -> None:
     """Print a message, or write it for the launcher, which prints it once for all ranks."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    message, error_file = redact(message), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         print(f"onefold: {message}", file=sys.stderr)
         return
