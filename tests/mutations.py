@@ -330,7 +330,7 @@ MUTATIONS = [
     Mutation(
         "sum-by-distance",
         "onefold/comm/exchange.py",
-        "[pieces[rank] for rank in range(group.size)]",
+        "[pieces[rank] for rank in range(span)]",
         "list(pieces.values())",
         "test_exactness.py -k one_tree",
     ),

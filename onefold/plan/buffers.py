@@ -140,7 +140,7 @@ class FlatParamSpec:
     """The parameters are weights of layers that multiply in FP8."""
     num_expert_parts: int = 1
     """The number of equal parts of stacked experts. A rank computes with one of them, in every stage ([Note: experts
-    of a rank] in `moe/parallel.py`)."""
+    of a rank] in `moe/divided_experts.py`)."""
     has_second_state: bool = False
     """There is a second master and a second tensor of each state ([Note: speculative steps])."""
 

@@ -19,6 +19,7 @@ from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_m
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
 from onefold.plan.traffic import OffloadedStepSplit
 from onefold.runtime.batch_chunks import check_blocks
+from onefold.runtime.expert_parts import divided_spec
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -87,7 +88,7 @@ def plan_units(
 
     `groups` maps the id of each trained parameter to its optimizer group. `states` has the optimizer states of each
     group: groups with different states have separate flat parameters. So have weights in `in_fp8`, in every stage, and
-    each of `experts` that is divided ([Note: experts of a rank] in `moe/parallel.py`).
+    each of `experts` that is divided ([Note: experts of a rank] in `moe/divided_experts.py`).
     """
     parameters = dict(model.named_parameters())
     _check_modules(model)
@@ -130,9 +131,11 @@ def plan_units(
             if trainable:
                 state_spec = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
             alike = _Alike(dtype, trainable, name in persistent, packed, name in in_fp8, state_spec)
-            if name in experts and (divided := _divide_experts(alike, name, shapes[name], of_group, plan)) is not None:
-                apart.append(divided)
-                continue
+            if name in experts:
+                divided = divided_spec(name, shapes[name], of_group, plan, **alike._asdict())
+                if divided is not None:
+                    apart.append(divided)
+                    continue
             flat.setdefault(alike, []).append((name, shapes[name], of_group))
         trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
         trained += sum(param.layout.numel for param in apart if param.trainable)
@@ -144,16 +147,6 @@ def plan_units(
         if params:
             specs.append(UnitSpec(found, params))
     return specs
-
-
-def _divide_experts(alike: _Alike, name: str, shape: tuple[int, ...], group: int, plan: Plan) -> FlatParamSpec | None:
-    """Return the flat parameter of stacked experts that are divided, or None if they cannot be."""
-    if plan.num_expert_parts == 1 or not plan.shards_states or alike.persistent or alike.packed:
-        return None
-    layout = Layout.of([(name, shape, group)], plan.num_shards, alike.dtype.itemsize)
-    if not layout.has_parts(plan.num_expert_parts):
-        return None
-    return FlatParamSpec(layout, **alike._asdict(), num_expert_parts=plan.num_expert_parts)
 
 
 def build_units(

@@ -464,24 +464,6 @@ def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
     return torch.Size(param.layout.members[index].shape)
 
 
-@contextmanager
-def part_attached(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Give stacked experts that were gathered for this rank their values, for the layer that they were gathered for.
-
-    The engine gathers them before the forward of their unit. Others have all their values already.
-    """
-    handles = ((handle_of(parameter), parameter) for parameter in parameters)
-    places = (handle.location_of(parameter) for handle, parameter in handles if handle is not None)
-    found = [(param, index) for param, index in places if param.has_part]
-    for param, index in found:
-        param.attach_part(index)
-    try:
-        yield
-    finally:
-        for param, index in found:
-            param.hide_part(index)
-
-
 def detach(parameters: Iterable[nn.Parameter]) -> None:
     """Turn parameters into plain ones. A handle without parameters is freed."""
     for parameter in parameters:

@@ -37,7 +37,7 @@ from torch import Tensor
 from onefold.comm import Group, Ledger, expert_group
 from onefold.moe.expert_layers import ExpertLayer
 from onefold.moe.expert_ranks import ExchangeTokens, ExpertRanks
-from onefold.runtime.param_handle import part_attached
+from onefold.runtime.expert_parts import part_attached
 from onefold.runtime.torch_internals import outside_compiler
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
