@@ -252,7 +252,7 @@ BUDGETS = {
     "recovery": 1_000,
     "report": 1_790,
     "runtime": 6_440,
-    "moe": 330,
+    "moe": 370,
     "sequence": 1_300,
     "tools": 9_500,
     "top": 2_540,
