@@ -57,9 +57,10 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     _required(environment, "Slurm", "SLURM_NODEID")
     node = _number(environment, "SLURM_NODEID", -1)
     if not 0 <= node < len(tasks) == len(nodes):
+        number, per_node = (environment[f"SLURM_{name}"][:80] for name in ("NODEID", "STEP_TASKS_PER_NODE"))
         raise RuntimeError(
-            f"Slurm: SLURM_NODEID = {environment['SLURM_NODEID'][:80]} and the {len(nodes)} nodes of SLURM_STEP_NODELIST do not fit "
-            f"SLURM_STEP_TASKS_PER_NODE = {environment['SLURM_STEP_TASKS_PER_NODE'][:80]}. {_SET_THEM}."
+            f"Slurm: SLURM_NODEID = {number} and the {len(nodes)} nodes of SLURM_STEP_NODELIST do not fit "
+            f"SLURM_STEP_TASKS_PER_NODE = {per_node}. {_SET_THEM}."
         )
     job = f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
     return {
@@ -114,7 +115,8 @@ def _repeated(text: str) -> Iterator[int]:
     for part in text.split(","):
         match = re.fullmatch(rf"({_DIGITS})(?:\(x({_DIGITS})\))?", part)
         if match is None or int(match[2] or 1) > _MAX_NODES:
-            raise RuntimeError(f"Slurm: SLURM_STEP_TASKS_PER_NODE = {text[:80]!r} is no list of numbers such as 2(x3),1.")
+            shown = repr(text[:80])
+            raise RuntimeError(f"Slurm: SLURM_STEP_TASKS_PER_NODE = {shown} is no list of numbers such as 2(x3),1.")
         yield from [int(match[1])] * int(match[2] or 1)
 
 

@@ -84,6 +84,15 @@ class LimitedProcess:
         there.close()
 
 
+def _causes(error: BaseException | None) -> list[str]:
+    """Return an error and those from which it was raised."""
+    found = []
+    while error is not None:
+        found.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return found
+
+
 def _serve(pipe: Any, folder: Path, prepare: Target, target: Target, allowed: Any) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
@@ -109,7 +118,8 @@ def _serve(pipe: Any, folder: Path, prepare: Target, target: Target, allowed: An
         try:
             target(folder, value)
         except allowed as error:
-            outcome = ("refused", str(error))
+            ran_out = [text for text in _causes(error) if "MemoryError" in text or "enough memory" in text]
+            outcome = ("finding", f"it has run out of memory: {ran_out}") if ran_out else ("refused", str(error))
         except BaseException:
             running = False
             outcome = ("finding", traceback.format_exc()[-3000:])

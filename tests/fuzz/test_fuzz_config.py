@@ -92,10 +92,10 @@ def load_documents(folder: Path, data: bytes) -> None:
 def test_any_document_loads_or_is_a_config_error(effort: int) -> None:
     valid = json.dumps(VALID).encode()
     deep = (
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
-        b"- " * 100_000,
-        b"{a: " * 50_000,
+        b"[" * 5_000,
+        b'{"a":' * 5_000,
+        b"- " * 5_000,
+        b"{a: " * 5_000,
         b"9" * 100_000,
         b"[" * 900 + b"]" * 900,
     )
