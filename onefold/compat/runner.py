@@ -19,6 +19,7 @@ from pathlib import Path
 
 from onefold.redaction import redact
 from onefold.tools.cli.launch import (
+    check_script,
     choose,
     command_of_ranks,
     jobs_of_nodes,
@@ -226,6 +227,7 @@ def _run_everywhere(nodes: Mapping[str, tuple[int, ...]], options: argparse.Name
             )
     exports = {name: value for name, value in os.environ.items() if name.startswith(tuple(EXPORT_ENVS))}
     here = _here(options, nodes)
+    check_script(here)
     here.master_addr = here.master_addr or next(iter(nodes))
     settings = SshOptions(
         arguments=["-p", str(options.ssh_port)] if options.ssh_port else [],

@@ -133,6 +133,7 @@ def ssh_job(tmp_path: Path) -> Iterator[SshJob]:
         server.wait()
 
 
+@pytest.mark.slow
 def test_the_ranks_of_all_nodes_start_and_nothing_secret_is_on_a_command_line(ssh_job: SshJob) -> None:
     path = ssh_job.script(
         "names = ('RANK', 'WORLD_SIZE', 'OF_TOKEN', 'ONEFOLD_JOB_SECRET', 'CUDA_VISIBLE_DEVICES')\n"

@@ -30,14 +30,7 @@ LINE = re.compile(r"^(?P<node>\S+)\s+slots=(?P<slots>\d+)$")
 
 def launch(options: argparse.Namespace) -> int:
     """Run `onefold launch`."""
-    if options.module and options.no_python:
-        raise UsageError("--module and --no_python exclude each other. Give one of them.")
-    if not options.module and not options.no_python and not Path(options.script).is_file():
-        raise UsageError(f"{options.script}: no such script. Give --module if it is a module.")
-    if options.module and not _is_importable(options.script.partition(".")[0]):
-        raise UsageError(f"--module {options.script}: no such module")
-    if options.no_python and shutil.which(options.script) is None:
-        raise UsageError(f"{options.script}: no such program")
+    check_script(options)
     if options.ssh:
         return _launch_by_ssh(options)
     job = job_of_this_node(options)
@@ -46,6 +39,18 @@ def launch(options: argparse.Namespace) -> int:
         ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
         print(f"onefold: starting {ranks} of {options.script}", file=sys.stderr, flush=True)
     return run_ranks(command_of_ranks(options), job)
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Raise UsageError if the script, the module or the program of the ranks does not exist."""
+    if options.module and options.no_python:
+        raise UsageError("--module and --no_python exclude each other. Give one of them.")
+    if not options.module and not options.no_python and not Path(options.script).is_file():
+        raise UsageError(f"{options.script}: no such script. Give --module if it is a module.")
+    if options.module and not _is_importable(options.script.partition(".")[0]):
+        raise UsageError(f"--module {options.script}: no such module")
+    if options.no_python and shutil.which(options.script) is None:
+        raise UsageError(f"{options.script}: no such program")
 
 
 def command_of_ranks(options: argparse.Namespace) -> list[str]:
