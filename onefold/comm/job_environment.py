@@ -17,6 +17,7 @@ from typing import NamedTuple
 # Ports that neither services nor clients of the system use.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 _MAX_NODES = 1 << 16
+_DIGITS = "[0-9]{1,9}"
 _SET_THEM = "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
@@ -53,11 +54,13 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a task that srun has started."""
     tasks = list(_repeated(_required(environment, "Slurm", "SLURM_STEP_TASKS_PER_NODE")))
     nodes = expand_nodes(_required(environment, "Slurm", "SLURM_STEP_NODELIST"))
-    node = int(_required(environment, "Slurm", "SLURM_NODEID"))
-    if not node < len(tasks) == len(nodes):
+    _required(environment, "Slurm", "SLURM_NODEID")
+    node = _number(environment, "SLURM_NODEID", -1)
+    if not 0 <= node < len(tasks) == len(nodes):
+        number, per_node = (environment[f"SLURM_{name}"][:80] for name in ("NODEID", "STEP_TASKS_PER_NODE"))
         raise RuntimeError(
-            f"Slurm: SLURM_NODEID = {node} and the {len(nodes)} nodes of SLURM_STEP_NODELIST do not fit "
-            f"SLURM_STEP_TASKS_PER_NODE = {environment['SLURM_STEP_TASKS_PER_NODE']}. {_SET_THEM}."
+            f"Slurm: SLURM_NODEID = {number} and the {len(nodes)} nodes of SLURM_STEP_NODELIST do not fit "
+            f"SLURM_STEP_TASKS_PER_NODE = {per_node}. {_SET_THEM}."
         )
     job = f"{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
     return {
@@ -89,9 +92,9 @@ def _of_mpi(environment: Mapping[str, str], names: _Variables) -> dict[str, str]
     }
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _number(environment: Mapping[str, str], name: str, otherwise: int = 0) -> int:
     value = environment.get(name, "")
-    return int(value) if value.isdecimal() else 0
+    return int(value) if re.fullmatch(_DIGITS, value) else otherwise
 
 
 def _required(environment: Mapping[str, str], launcher: str, name: str) -> str:
@@ -110,9 +113,10 @@ def _port(job: str) -> str:
 def _repeated(text: str) -> Iterator[int]:
     """Yield the numbers of tasks of all nodes: "2(x3),1" is 2, 2, 2, 1."""
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(rf"({_DIGITS})(?:\(x({_DIGITS})\))?", part)
         if match is None or int(match[2] or 1) > _MAX_NODES:
-            raise RuntimeError(f"Slurm: SLURM_STEP_TASKS_PER_NODE = {text!r} is no list of numbers such as 2(x3),1.")
+            shown = repr(text[:80])
+            raise RuntimeError(f"Slurm: SLURM_STEP_TASKS_PER_NODE = {shown} is no list of numbers such as 2(x3),1.")
         yield from [int(match[1])] * int(match[2] or 1)
 
 
@@ -134,7 +138,7 @@ def expand_nodes(text: str) -> list[str]:
 
 def _range_members(ranges: str, text: str) -> Iterator[str]:
     for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = re.fullmatch(rf"({_DIGITS})(?:-({_DIGITS}))?", part)
         if match is None or int(match[2] or match[1]) - int(match[1]) > _MAX_NODES:
             raise RuntimeError(f"Slurm: {text[:80]!r} is no node list such as n[01-03,7],gpu5.")
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):

@@ -14,12 +14,22 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onefold.redaction import redact
-from onefold.tools.cli.launch import choose, launch, limit, parse_choice, parse_hostfile, read_hostfile
+from onefold.tools.cli.launch import (
+    check_script,
+    choose,
+    command_of_ranks,
+    jobs_of_nodes,
+    launch,
+    limit,
+    parse_choice,
+    parse_hostfile,
+    read_hostfile,
+)
+from onefold.tools.cli.ssh_launch import SshOptions, run_on_nodes
 from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
 DLTS_HOSTFILE = DEFAULT_HOSTFILE
@@ -79,13 +89,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
     add("user_script", metavar="SCRIPT", help="the script that every rank runs")
     add("user_args", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser.parse_args(args)
+    return parser.parse_args(None if args is None else list(args))
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 wrong use, otherwise that of the rank that failed. From Python wrong use raises."""
-    given = list(sys.argv[1:] if args is None else args)
-    options = parse_args(given)
+    options = parse_args(args)
     try:
         _check(options)
         os.environ |= read_environment()
@@ -94,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> int:
         nodes = _nodes(options)
         if options.no_ssh or not (len(nodes) > 1 or (nodes and options.force_multi)):
             return launch(_here(options, nodes))
-        return _run_everywhere(list(nodes), options, given)
+        return _run_everywhere(nodes, options)
     except UsageError as error:
         if args is not None:
             raise
@@ -202,46 +211,30 @@ def _here(options: argparse.Namespace, nodes: Mapping[str, tuple[int, ...]]) -> 
         master_addr=options.master_addr or None,
         master_port=None if alone and options.master_port == DEFAULT_PORT else options.master_port,
         max_restarts=0,
+        ssh=False,
     )
 
 
-def _run_everywhere(nodes: list[str], options: argparse.Namespace, given: list[str]) -> int:
-    """Start this command on every node by ssh; when one fails, stop the others and return its code."""
-    ssh = ["ssh", *(["-p", str(options.ssh_port)] if options.ssh_port else [])]
-    address = options.master_addr or nodes[0]
+def _run_everywhere(nodes: Mapping[str, tuple[int, ...]], options: argparse.Namespace) -> int:
+    """Start the launchers of all nodes by ssh; when one fails, stop the others and return its code."""
+    first, ssh = next(iter(nodes)), ["ssh", *(["-p", str(options.ssh_port)] if options.ssh_port else [])]
     if not options.no_ssh_check:
-        tried = subprocess.run([*ssh, "-o", "PasswordAuthentication=no", nodes[0], "hostname"], capture_output=True)
+        tried = subprocess.run([*ssh, "-o", "PasswordAuthentication=no", first, "hostname"], capture_output=True)
         if tried.returncode:
             raise UsageError(
-                f"ssh to {nodes[0]} failed: {tried.stderr.decode().strip()}. Make all nodes reachable by ssh "
+                f"ssh to {first} failed: {tried.stderr.decode().strip()}. Make all nodes reachable by ssh "
                 "without a password, or give --no_ssh to start this node only."
             )
     exports = {name: value for name, value in os.environ.items() if name.startswith(tuple(EXPORT_ENVS))}
-    exports |= read_environment()
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-    lines += [f"source {shlex.quote(options.venv_script)}"] if options.venv_script else []
-    lines += [f"cd {shlex.quote(os.getcwd())}"]
-    command = [sys.executable, "-m", "onefold.compat.runner", "--no_ssh", "--master_addr", address]
-    running = {
-        node: subprocess.Popen(
-            [*ssh, node, "; ".join([*lines, shlex.join([*command, "--node_rank", str(rank), *given])])]
-        )
-        for rank, node in enumerate(nodes)
-    }
-    try:
-        while running:
-            for node, process in list(running.items()):
-                code = process.poll()
-                if code:
-                    print(f"deepspeed: node {node} ended with {code}", file=sys.stderr)
-                    return code
-                if code == 0:
-                    del running[node]
-            time.sleep(0.2)
-        return 0
-    finally:
-        for process in running.values():
-            process.terminate()
+    here = _here(options, nodes)
+    check_script(here)
+    here.master_addr = here.master_addr or next(iter(nodes))
+    settings = SshOptions(
+        arguments=["-p", str(options.ssh_port)] if options.ssh_port else [],
+        environment=exports | read_environment(),
+        setup=f"source {shlex.quote(options.venv_script)}" if options.venv_script else "",
+    )
+    return run_on_nodes(jobs_of_nodes(here, nodes), command_of_ranks(here), settings)
 
 
 if __name__ == "__main__":

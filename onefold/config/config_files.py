@@ -31,10 +31,12 @@ _MAX_DEPTH = 50
 _MAX_BYTES = 1 << 26
 _MAX_VALUES = 1_000_000
 _WIDTH = 120
-_STRING = r'"(?:\\.|[^"\\\n])*"'
-_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*[\s\S]*?\*/")
+# Each pattern consumes what it has scanned, so that the time is linear in the length of the text: a string without its
+# end is one up to the end of the line, and a comment without its end is one up to the end of the text.
+_STRING = r'"(?:\\.|[^"\\\n])*+(?:"|\\?(?=\n|\Z))'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*[\s\S]*?(?:\*/|\Z)")
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
-_LONG_NUMBER = re.compile(rf"{_STRING}|\d+(?:_\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_LONG_NUMBER = re.compile(rf"{_STRING}|(?<!\d)\d++(?:_\d++)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:

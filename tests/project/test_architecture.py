@@ -238,7 +238,7 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 5_060,
+    "checkpoint": 5_110,
     "comm": 4_300,
     "compat": 5_400,
     "config": 3_510,
@@ -254,7 +254,7 @@ BUDGETS = {
     "runtime": 6_440,
     "moe": 370,
     "sequence": 1_300,
-    "tools": 9_500,
+    "tools": 9_700,
     "top": 2_540,
     "utils": 550,
 }

@@ -18,6 +18,8 @@ import threading
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,23 +111,65 @@ ALLOWED: list[Any] = [
 ]  # fmt: skip
 
 
+def _byte_array(*what: Any) -> bytearray:
+    """Replace bytearray, which allocates any number of zeros for a number."""
+    _require(what == () or (len(what) <= 2 and type(what[0]) in (str, bytes)), "a bytearray of a number")
+    return bytearray(*what)
+
+
+def _without_attributes(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Replace torch's function that rebuilds a tensor with attributes, and drop them."""
+    _require(rebuild is torch._utils._rebuild_tensor_v2 and kind is _TensorClass, "a subclass of a tensor")
+    return rebuild(*args)
+
+
+_TensorClass = type("Tensor", (StandIn,), {"name": "torch.Tensor"})
+_REBUILD = ("_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_tensor", "_rebuild_tensor_v2")
+_KEPT = {
+    "_codecs.encode", "builtins.complex", "builtins.set", "collections.Counter", "collections.OrderedDict",
+    "torch.Size", "torch.device", "torch.nn.parameter.Parameter", *(f"torch._utils.{name}" for name in _REBUILD),
+}  # fmt: skip
+
+
+def _names_of_torch(all_names: dict[str, Any]) -> dict[str, Any]:
+    """Return the names of torch's own list that plain data and tensors need.
+
+    Others could allocate any amount of memory, such as `torch.Tensor(2**40)`.
+    """
+    kinds = torch.dtype, torch.serialization.StorageType
+    kept = {name: value for name, value in all_names.items() if name in _KEPT or isinstance(value, kinds)}
+    replaced = {"torch.Tensor": _TensorClass, "torch._tensor._rebuild_from_type_v2": _without_attributes}
+    return {**kept, **replaced, "builtins.bytearray": _byte_array}
+
+
+@contextmanager
+def _only_plain_names() -> Iterator[None]:
+    """Let torch's unpickler accept `ALLOWED` and `_names_of_torch` only, not names that the program has allowed."""
+    unpickler: Any = torch._weights_only_unpickler
+    own_names, others = unpickler._get_allowed_globals, torch.serialization.get_safe_globals()
+    names = _names_of_torch(own_names())
+    torch.serialization.clear_safe_globals()
+    unpickler._get_allowed_globals = lambda: names
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            yield
+    finally:
+        unpickler._get_allowed_globals = own_names
+        torch.serialization.add_safe_globals(others)
+
+
 def read_torch_file(path: str | os.PathLike[str]) -> Any:
     """Load a `torch.save` file to the CPU. Raise `RefusedPickle` for anything but tensors and plain data.
 
     A defaultdict or Namespace is returned as a dict, a deque as a list, and a numpy scalar as a Python number.
     """
-    file, serialization = Path(path), torch.serialization
+    file = Path(path)
     try:
         sizes, pickle_size = _check_archive(file)
         with _exclusive, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            others = serialization.get_safe_globals()
-            serialization.clear_safe_globals()
-            try:
-                with serialization.safe_globals(ALLOWED):
-                    found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            finally:
-                serialization.add_safe_globals(others)
+            with _only_plain_names():
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return _Plain(sizes, MAX_REPETITION * pickle_size).copy(found, 0)
     except OSError:
         raise

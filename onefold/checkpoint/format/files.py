@@ -51,7 +51,7 @@ def read_small(path: Path, most: int) -> bytes:
     """Read a whole regular file of at most `most` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(most + 1) if size <= most else b""
+        data = file.read(size + 1) if size <= most else b""  # allocates as much as is asked for
     if max(size, len(data)) > most:
         raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, more than the limit of {most}", str(path))
     return data
@@ -121,7 +121,10 @@ _MOST = 2**63 - 1
 
 def parse_json(text: bytes) -> Any:
     """Parse JSON strictly, without duplicate keys and NaN."""
-    return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

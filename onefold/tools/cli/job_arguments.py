@@ -56,6 +56,9 @@ def launch(parser: argparse.ArgumentParser) -> None:
 
       the same from a hostfile (lines such as `node1 slots=8`); each node finds its entry:
       onefold launch --hostfile hosts train.py
+
+      the same, started from one node by ssh:
+      onefold launch --hostfile hosts --ssh train.py
     """
     add = parser.add_argument
     add("--num_gpus", "--nproc", type=at_least_one, metavar="N", dest="num_gpus",
@@ -73,6 +76,10 @@ def launch(parser: argparse.ArgumentParser) -> None:
     add("-e", "--exclude", default="", metavar="CHOICE", help="nodes and slots not to use, e.g. node1:0,2@node2")
     add("--max-restarts", "--max_restarts", type=not_negative, default=0, metavar="N",
         help="restart all ranks after a failure, at most N times (default: 0)")  # fmt: skip
+    add("--ssh", action="store_true", help="start all nodes of the hostfile by ssh")
+    add("--ssh_args", "--ssh-args", default="", metavar="ARGS", help="with --ssh: arguments of ssh, e.g. '-p 2222'")
+    add("--export", default="", metavar="NAMES",
+        help="with --ssh: further variables for all ranks, comma-separated; they are sent over stdin")  # fmt: skip
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("--no_python", "--no-python", action="store_true", help="SCRIPT is a program, not a Python script")
     add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # accepted and ignored

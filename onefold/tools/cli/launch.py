@@ -19,6 +19,7 @@ from pathlib import Path
 
 from onefold.redaction import redact_command
 from onefold.tools.cli.ranks import Job, program_command, python_command, run_ranks
+from onefold.tools.cli.ssh_launch import SshOptions, exported, run_on_nodes
 from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
 
 Slots = tuple[int, ...]
@@ -29,6 +30,19 @@ LINE = re.compile(r"^(?P<node>\S+)\s+slots=(?P<slots>\d+)$")
 
 def launch(options: argparse.Namespace) -> int:
     """Run `onefold launch`."""
+    check_script(options)
+    if options.ssh:
+        return _launch_by_ssh(options)
+    job = job_of_this_node(options)
+    check_port(job)
+    if not options.quiet:
+        ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
+        print(f"onefold: starting {ranks} of {options.script}", file=sys.stderr, flush=True)
+    return run_ranks(command_of_ranks(options), job)
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Raise UsageError if the script, the module or the program of the ranks does not exist."""
     if options.module and options.no_python:
         raise UsageError("--module and --no_python exclude each other. Give one of them.")
     if not options.module and not options.no_python and not Path(options.script).is_file():
@@ -37,15 +51,41 @@ def launch(options: argparse.Namespace) -> int:
         raise UsageError(f"--module {options.script}: no such module")
     if options.no_python and shutil.which(options.script) is None:
         raise UsageError(f"{options.script}: no such program")
-    job, command = job_of_this_node(options), [options.script, *options.arguments]
-    check_port(job)
-    if not options.quiet:
-        ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
-        print(f"onefold: starting {ranks} of {options.script}", file=sys.stderr, flush=True)
+
+
+def command_of_ranks(options: argparse.Namespace) -> list[str]:
+    """Return the command that every rank runs."""
     if options.no_python:
-        return run_ranks(program_command(*command), job)
-    command = python_command(*command, is_module=options.module, local_rank=options.passes_local_rank)
-    return run_ranks(command, job)
+        return program_command(options.script, *options.arguments)
+    local_rank = options.passes_local_rank
+    return python_command(options.script, *options.arguments, is_module=options.module, local_rank=local_rank)
+
+
+def _launch_by_ssh(options: argparse.Namespace) -> int:
+    """Start the launchers of all nodes of the hostfile. This node, if it is one of them, needs no ssh."""
+    if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
+        raise UsageError("--ssh needs a --hostfile with the nodes")
+    if options.node_rank is not None:
+        raise UsageError("--ssh starts all nodes, so --node_rank has no effect. Leave it out.")
+    listed = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
+    nodes = limit(choose(listed, options.include, options.exclude), options.num_nodes, options.num_gpus)
+    jobs = jobs_of_nodes(options, nodes)
+    settings = SshOptions(
+        arguments=shlex.split(options.ssh_args),
+        environment=exported([name for name in options.export.split(",") if name]),
+        local=frozenset(name for name in nodes if find_this_node({name: ()}) is not None),
+    )
+    if not options.quiet:
+        print(f"onefold: starting {options.script} on {', '.join(nodes)}", file=sys.stderr, flush=True)
+    return run_on_nodes(jobs, command_of_ranks(options), settings)
+
+
+def jobs_of_nodes(options: argparse.Namespace, nodes: Mapping[str, Slots]) -> dict[str, Job]:
+    """Return the job of each node of a hostfile."""
+    return {
+        name: job_of_this_node(argparse.Namespace(**{**vars(options), "node_rank": rank, "ssh": True}))
+        for rank, name in enumerate(nodes)
+    }
 
 
 def _is_importable(package: str) -> bool:
@@ -113,7 +153,7 @@ def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
     names = list(nodes)
     node_rank = options.node_rank if options.node_rank is not None else find_this_node(nodes)
     master_addr = options.master_addr or (names[0] if len(names) > 1 else None)
-    if len(names) > 1 and node_rank in (None, 0):
+    if len(names) > 1 and node_rank in (None, 0) and not options.ssh:
         others = "\n".join(f"  {name}: {_command_for(rank, master_addr)}" for rank, name in enumerate(names))
         print(f"onefold: the job has {len(names)} nodes. Run on each:\n{others}", file=sys.stderr, flush=True)
     if node_rank is None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import pickle
 import socket
+import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -39,6 +40,7 @@ from onefold.comm.store_server import is_own_address, listen_at
 from onefold.job_secret import ForgedMessageError, JobSecret
 
 _MISSING = "none"
+_LONGEST_PAUSE = 0.1
 _NODE_FIELDS = ("addr", "pid", "local_id")
 
 
@@ -119,7 +121,14 @@ class SignedLauncherStore(Store):  # type: ignore[misc]
         return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(list(keys), self.timeout if timeout is None else timeout)
+        """Wait for keys in Python, because a signal is not handled while the main thread waits inside torch's store."""
+        limit = (self.timeout if timeout is None else timeout).total_seconds()
+        started, pause = time.monotonic(), 0.001
+        while not self.check(keys):
+            if time.monotonic() - started > limit:
+                raise DistStoreError(f"no value for {', '.join(keys)} within {limit:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def delete_key(self, key: str) -> bool:
         return bool(self._store.delete_key(key))
