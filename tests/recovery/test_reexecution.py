@@ -61,7 +61,7 @@ def engine_of(
     stage: int, tier: str = "", *, reexecutes: bool = True, returns_loss: bool = True, own: Any = None, **extra: Any
 ) -> onefold.Engine:
     torch.manual_seed(7)
-    own = {"nonfinite_gradients": "raise", "reexecute_steps": reexecutes, **(own or {})}
+    own = {"reexecute_steps": reexecutes, **(own or {})}
     return start(Noisy(returns_loss), config(stage, onefold=own, zero_optimization=TIERS[tier], **extra))
 
 
@@ -356,6 +356,37 @@ def test_steps_that_cannot_be_re_executed_are_named_once(on_ranks, what, reason)
     for number, said in enumerate(on_ranks(2, cannot, what)):
         assert len(said) == 1
         assert said[0].startswith(f"onefold.reexecute_steps: rank {number} cannot re-execute steps: {reason}")
+
+
+class LossAndLogits(Noisy):
+    """A model that returns its loss and what it is computed from, as those of transformers do."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = Noisy.forward(self, x, y)
+        return {"loss": F.cross_entropy(logits.float(), y.flatten()), "logits": logits}
+
+
+def returns_both(stage: int) -> tuple[list[str], int]:
+    runs = []
+    for reexecutes in (False, True):
+        torch.manual_seed(100 + rank())
+        own = {"reexecute_steps": reexecutes}
+        model = LossAndLogits(returns_loss=False)
+        engine = start(model, config(stage, onefold=own, gradient_accumulation_steps=2))
+        with messages() as said:
+            for x, y in batches(6):
+                engine.backward(engine(x, y)["loss"] * 0.5)
+                engine.step()
+        runs.append((said, weights_of(engine.module), engine._replay._kept_bytes))
+        engine.destroy()
+    return runs[1][0] + ([] if same(runs[0][1], runs[1][1]) else ["weights"]), runs[1][2]
+
+
+def test_the_gradients_of_logits_are_not_kept(on_ranks):
+    wrong, kept_bytes = on_ranks(2, returns_both, 2)[0]
+    assert wrong == []
+    inputs, logits = 2 * 2 * 8 * 4 * 7, 4 * 4 * 7 * VOCABULARY
+    assert inputs < kept_bytes < inputs + logits
 
 
 def kept() -> str:
