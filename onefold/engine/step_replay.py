@@ -84,6 +84,8 @@ class StepReplay:
         self._execution = Execution()
         self._has_warned = self._is_reproducible = False
         self._kept_bytes = 0
+        # The positions of outputs from which no other output is computed, by the kinds of all outputs.
+        self._roots: dict[tuple[Any, ...], frozenset[int]] = {}
         if self._enabled:
             state.schedule.context.on_gradient = self._record_gradient
             state.decision.suspects = state.decision.examines = True
@@ -146,8 +148,12 @@ class StepReplay:
                     self._buffers.append((module, name, buffer, buffer.detach().clone()))
 
     def _record_outputs(self, output: Any) -> list[tuple[int, torch.Tensor]]:
-        """Add the sums of the outputs that may get a gradient. Return them with their positions."""
+        """Add the sums of the outputs at which a backward may begin. Return them with their positions."""
         found = [(index, tensor) for index, tensor in enumerate(tensors_in(output)) if tensor.requires_grad]
+        kinds = tuple((index, type(tensor.grad_fn)) for index, tensor in found)
+        if kinds not in self._roots:
+            self._roots[kinds] = _roots_of(found)
+        found = [(index, tensor) for index, tensor in found if index in self._roots[kinds]]
         number = len(self._micro_steps) + 1
         for index, tensor in found:
             self._execution.add(Kind.OUTPUT, f"output {index} of the forward, in micro-step {number}", tensor)
@@ -321,6 +327,26 @@ class StepReplay:
 def _inside(gaps: Iterable[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Return the parts of ranges that are inside another range, relative to its start."""
     return [(max(low, start) - start, min(high, stop) - start) for low, high in gaps if low < stop and high > start]
+
+
+def _roots_of(outputs: Sequence[tuple[int, torch.Tensor]]) -> frozenset[int]:
+    """Return the positions of outputs from which no other output is computed, as a loss is from logits.
+
+    The gradients of the others are computed in the backward from these.
+    """
+    nodes = {tensor.grad_fn: index for index, tensor in outputs if tensor.grad_fn is not None}
+    below: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [before for node in nodes for before, _ in node.next_functions]
+    while waiting if len(nodes) > 1 else []:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in nodes:
+            below.add(nodes[node])
+        waiting += [before for before, _ in node.next_functions]
+    return frozenset(index for index, _ in outputs) - below
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -51,6 +51,7 @@ COUNT_ALONE = {
     "onefold.nonfinite_gradients",
     "onefold.loss_spike.factor",
     "onefold.replica_check_every",
+    "onefold.reexecute_steps",
     "onefold.nccl_error_handling",
     "onefold.expert_parallel_size",
     "onefold.trace.steps",

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from models import batches, net, start, weights_of
+from test_reexecution import messages
 
 from onefold.config import load_config
 from onefold.recovery import replica_check
+from onefold.recovery.executions import Difference, Finding, Kind, describe_differences
 from onefold.recovery.rank_beats import RankBeat, describe_stall
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guards.md").read_text()
@@ -26,7 +28,7 @@ def example(kind: str, name: str = "") -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["rollback.json", "spike.json", "replicas.json", "stall.json"])
+@pytest.mark.parametrize("name", ["rollback.json", "spike.json", "replicas.json", "stall.json", "reexecute.json"])
 def test_the_configs_load_without_notices(name):
     config = load_config(json.loads(example("json", name)))
     assert (config.notices, config.refusals) == ((), ())
@@ -53,6 +55,21 @@ def run_loop(folder: str) -> tuple[int, bool]:
 
 def test_the_loop_rolls_back(on_ranks, tmp_path):
     assert on_ranks(2, run_loop, str(tmp_path)) == [(1, True)] * 2
+
+
+def test_the_message_about_a_bit_flip(on_ranks):
+    assert on_ranks(1, flip_message) == [example("text", "flip")]
+
+
+def flip_message() -> str:
+    engine = start(net(), json.loads(example("json", "reexecute.json")))
+    engine._replay._is_reproducible = True
+    place = "the gradient of unit blocks.1 (parameter group 0), in micro-step 2"
+    differences = [Difference(0, 1, Kind.REDUCED), Difference(1, 0, Kind.GRADIENT)]
+    with messages() as said:
+        where = describe_differences(differences, [place, ""])
+        engine._replay._conclude(Finding.FIRST_DIFFERS, "a gradient is not finite", where, differences)
+    return f"{said[0]}\n"
 
 
 def test_the_message_about_a_stall():

@@ -13,9 +13,18 @@ from torch import nn
 import onefold
 from onefold.recovery.refused_step import RefusedStepError, ReplicaError
 
+TIERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "cpu": {"offload_optimizer": {"device": "cpu"}},
+    "params": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
 
-def engine_of(stage: int, every: int = 1, model: nn.Module | None = None, **more: Any) -> onefold.Engine:
-    zero = {"stage3_param_persistence_threshold": 50}  # units have two flat parameters, in stage 3 one is sharded
+
+def engine_of(
+    stage: int, every: int = 1, model: nn.Module | None = None, tier: str = "", **more: Any
+) -> onefold.Engine:
+    # Units have two flat parameters. In stage 3 one is sharded.
+    zero = {"stage3_param_persistence_threshold": 50, **TIERS[tier]}
     settings = config(stage, onefold={"replica_check_every": every}, zero_optimization=zero, **more)
     return start(model or net(), settings)
 
@@ -36,9 +45,10 @@ def train(engine: onefold.Engine, num: int, *, flip_at: int = -1, tensor: torch.
         engine.step()
 
 
-def found(stage: int, name: str, dtype: str, world: int) -> str:
-    engine = engine_of(stage, **precision(dtype))
+def found(stage: int, name: str, dtype: str, world: int, tier: str) -> str:
+    engine = engine_of(stage, tier=tier, **precision(dtype))
     train(engine, 2)
+    assert engine.skipped_steps == 0
     tensor = engine.module.get_parameter(name) if name != "scale" else engine.module.scale
     steps = engine.global_steps
     with pytest.raises(ReplicaError) as caught:
@@ -51,12 +61,16 @@ def found(stage: int, name: str, dtype: str, world: int) -> str:
 @covering(
     stage=(0, 1, 2, 3),
     name=("blocks.1.norm.weight", "blocks.1.up.weight", "head.weight", "scale"),
-    dtype=("fp32", "bf16"),
+    dtype=("fp32", "bf16", "fp16"),
     world=(2, 3),
-    where=lambda stage, name, dtype, world: stage < 3 or name in ("blocks.1.norm.weight", "scale"),
+    tier=("", "cpu", "params"),
+    where=lambda stage, name, dtype, world, tier: (
+        (stage < 3 or name in ("blocks.1.norm.weight", "scale"))
+        and tier in {0: ("",), 3: ("", "cpu", "params")}.get(stage, ("", "cpu"))
+    ),
 )
-def test_a_flipped_bit_is_found_and_named(on_ranks, stage, name, dtype, world):
-    texts = on_ranks(world, found, stage, name, dtype, world)
+def test_a_flipped_bit_is_found_and_named(on_ranks, stage, name, dtype, world, tier):
+    texts = on_ranks(world, found, stage, name, dtype, world, tier)
     assert len(set(texts)) == 1
     place = {"scale": "buffer scale", "head.weight": "unit (root)"}.get(name, "unit blocks.1")
     either = " (from rank 0; either may be wrong)" if world == 2 and name != "scale" else ""
