@@ -28,7 +28,8 @@ EXIT_CODES = frozenset(128 + number for number in FORWARDED)
 SAME_SIGNAL_SECONDS = 1.0
 # The time that a rank may take to stop, unless its config gives another.
 STOP_SECONDS = 30.0
-# The environment variable with the file in which a rank records another time for its launcher.
+# The environment variable with the file in which a rank records another time for its launcher, and the names of the
+# signals that stop it.
 STOP_SECONDS_FILE = "ONEFOLD_STOP_SECONDS_FILE"
 
 # Bytes in the pipe other than signals: the thread ends, and other ranks have requested the stop.
@@ -60,7 +61,7 @@ class StopListener:
             signal.signal(number, self._handle)
         if path := os.environ.get(STOP_SECONDS_FILE):
             with suppress(OSError), open(path, "w") as file:  # of a launcher that has ended
-                file.write(str(self._seconds))
+                file.write(f"{self._seconds}\n{' '.join(signal.Signals(number).name for number in self._previous)}\n")
 
     def close(self) -> None:
         """Restore the previous handlers if no engine is left. The time limit of a requested stop remains."""

@@ -42,7 +42,7 @@ _SSH = ("pdsh", "ssh")
 # Flags that ask for what this launcher does not do, with what to do instead.
 _REFUSED = {
     "autotuning": "use `onefold tune` to search for a config",
-    "elastic_training": "the nodes of a job are fixed; elasticity and checkpoints allow other nodes at the next start",
+    "elastic_training": "start `onefold launch --nnodes MIN:MAX --max-restarts N` on each node",
     "launcher_args": "options of ssh belong in ~/.ssh/config",
     "enable_each_rank_log": "redirect the output of the ranks in your script",
 }
@@ -207,6 +207,8 @@ def _here(options: argparse.Namespace, nodes: Mapping[str, tuple[int, ...]]) -> 
         num_gpus=_or_none(options.num_gpus),
         quiet=options.quiet,
         num_nodes=_or_none(options.num_nodes),
+        min_nodes=None,
+        fork_server=False,
         node_rank=_or_none(options.node_rank),
         master_addr=options.master_addr or None,
         master_port=None if alone and options.master_port == DEFAULT_PORT else options.master_port,

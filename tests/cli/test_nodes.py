@@ -1,4 +1,7 @@
-"""Two hosts: network namespaces joined by a virtual cable, one launcher in each, one training job over both."""
+"""Two hosts: network namespaces joined by a virtual cable, one launcher in each, one training job over both.
+
+The cable is cut during a job with MIN:MAX nodes. No process sees the end of a connection then.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import marked_job, wait_until
 
 pytestmark = pytest.mark.program
 
@@ -87,3 +91,29 @@ def test_a_job_over_two_hosts_equals_one_on_a_single_host(hosts, tmp_path):
             node.kill()
     assert results(joined) == results(alone)
     assert results(joined)[0]["world"] == 2
+
+
+@pytest.mark.slow
+def test_the_job_continues_without_a_host_that_is_cut_off(hosts, tmp_path):
+    """The host of the store continues alone. The launcher of the other one ends its rank, and says why."""
+    options = {"folder": str(tmp_path), "steps": 6, "pause": [0, 4], "save_every": 2}
+    script = str(Path(__file__).parent / "elastic_script.py")
+    flags = ["--nproc", "1", "--nnodes", "1:2", "--max-restarts", "2", "--master_addr", hosts[0][1]]
+    with marked_job(tmp_path) as job:
+        nodes = []
+        for namespace, _, interface in hosts:
+            command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "onefold.tools.cli.main", "launch"]
+            command += [*flags, script, json.dumps(options)]
+            nodes.append(job.start(command, GLOO_SOCKET_IFNAME=interface))
+        wait_until(lambda: len(list(tmp_path.glob("paused.*"))) == 2)
+        ip("-n", hosts[1][0], "link", "set", hosts[1][2], "down")
+        (tmp_path / "go").touch()
+        _, stderr = nodes[0].communicate(timeout=120)
+        assert nodes[0].returncode == 0, stderr
+        assert "onefold: restarting all ranks on 1 node, restart 1 of 2" in stderr
+        _, stderr = nodes[1].communicate(timeout=120)
+        assert nodes[1].returncode == 1
+        assert f"onefold: the store of the job at {hosts[0][1]}:29500 does not reply" in stderr
+        job.wait_until_gone()
+    lines = [line.split()[:3] for line in (tmp_path / "steps").read_text().splitlines()]
+    assert lines == [["0", str(step), "2"] for step in (1, 2, 3)] + [["1", str(step), "1"] for step in (3, 4, 5, 6)]

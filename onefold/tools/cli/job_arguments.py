@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from onefold.tools.cli.usage import CPU_RANKS, DEFAULT_HOSTFILE, DEFAULT_PORT, add_json, add_run, port
 from onefold.tools.train.options import PRESET_NAMES, above_zero, add_arguments, at_least_one, not_negative
@@ -59,16 +60,21 @@ def launch(parser: argparse.ArgumentParser) -> None:
 
       the same, started from one node by ssh:
       onefold launch --hostfile hosts --ssh train.py
+
+      two to eight nodes; when one fails or joins, the ranks restart on those that are there:
+      onefold launch --nnodes 2:8 --max-restarts 10 --master_addr node1 train.py
     """
     add = parser.add_argument
     add("--num_gpus", "--nproc", type=at_least_one, metavar="N", dest="num_gpus",
         help="ranks on each node (default: its GPUs, or 1 without GPUs)")  # fmt: skip
     add("--num_accelerators", "--nproc_per_node", "--nproc-per-node", type=at_least_one, dest="num_gpus",
         default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
-    add("--num_nodes", "--nnodes", type=at_least_one, metavar="N",
-        help="number of nodes (default: 1, or the hostfile's)")  # fmt: skip
-    add("--node_rank", "--node-rank", type=not_negative, metavar="K", help="rank of this node, from 0")
-    add("--master_addr", "--master-addr", metavar="NODE", help="name or address of node 0")
+    add("--num_nodes", "--nnodes", action=_NumNodes, metavar="N", default=None,
+        help="number of nodes (default: 1, or the hostfile's); MIN:MAX: continue with MIN or more after a "
+        "failure")  # fmt: skip
+    add("--node_rank", "--node-rank", type=not_negative, metavar="K",
+        help="rank of this node, from 0 (with MIN:MAX, node 0 is found by its address)")  # fmt: skip
+    add("--master_addr", "--master-addr", metavar="NODE", help="name or address of node 0, which must not fail")
     add("--master_port", "--master-port", type=port, metavar="PORT",
         help=f"port on node 0 (default: a free one; {DEFAULT_PORT} with several nodes)")  # fmt: skip
     add("-H", "--hostfile", metavar="FILE", help=f"lines such as `node1 slots=8` (default: {DEFAULT_HOSTFILE})")
@@ -80,12 +86,34 @@ def launch(parser: argparse.ArgumentParser) -> None:
     add("--ssh_args", "--ssh-args", default="", metavar="ARGS", help="with --ssh: arguments of ssh, e.g. '-p 2222'")
     add("--export", default="", metavar="NAMES",
         help="with --ssh: further variables for all ranks, comma-separated; they are sent over stdin")  # fmt: skip
+    add("--fork-server", action="store_true",
+        help="fork the ranks from a process that has imported torch, so that restarts take less time")  # fmt: skip
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("--no_python", "--no-python", action="store_true", help="SCRIPT is a program, not a Python script")
     add("--no_local_rank", action="store_true", help=argparse.SUPPRESS)  # accepted and ignored
-    parser.set_defaults(passes_local_rank=False, quiet=False)
+    parser.set_defaults(passes_local_rank=False, quiet=False, min_nodes=None)
     add("script", metavar="SCRIPT", help="the script that every rank runs")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+class _NumNodes(argparse.Action):
+    """Reads `N` or `MIN:MAX` to `num_nodes` and `min_nodes`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        least, colon, most = str(values).rpartition(":")
+        try:
+            namespace.num_nodes = at_least_one(most)
+            namespace.min_nodes = at_least_one(least) if colon else None
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentError(self, f"{values}: {error}") from None
+        if colon and namespace.min_nodes > namespace.num_nodes:
+            raise argparse.ArgumentError(self, f"{values}: the minimum exceeds the maximum. Write MIN:MAX.")
 
 
 def compare(parser: argparse.ArgumentParser) -> None:

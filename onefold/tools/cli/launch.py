@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def launch(options: argparse.Namespace) -> int:
     check_script(options)
     if options.ssh:
         return _launch_by_ssh(options)
-    job = job_of_this_node(options)
+    job = replace(job_of_this_node(options), forks_ranks=options.fork_server)
     check_port(job)
     if not options.quiet:
         ranks = f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}"
@@ -45,6 +46,8 @@ def check_script(options: argparse.Namespace) -> None:
     """Raise UsageError if the script, the module or the program of the ranks does not exist."""
     if options.module and options.no_python:
         raise UsageError("--module and --no_python exclude each other. Give one of them.")
+    if options.fork_server and options.no_python:
+        raise UsageError("--fork-server starts Python scripts only. Leave it out, or leave --no_python out.")
     if not options.module and not options.no_python and not Path(options.script).is_file():
         raise UsageError(f"{options.script}: no such script. Give --module if it is a module.")
     if options.module and not _is_importable(options.script.partition(".")[0]):
@@ -82,10 +85,11 @@ def _launch_by_ssh(options: argparse.Namespace) -> int:
 
 def jobs_of_nodes(options: argparse.Namespace, nodes: Mapping[str, Slots]) -> dict[str, Job]:
     """Return the job of each node of a hostfile."""
-    return {
+    jobs = {
         name: job_of_this_node(argparse.Namespace(**{**vars(options), "node_rank": rank, "ssh": True}))
         for rank, name in enumerate(nodes)
     }
+    return {name: replace(job, forks_ranks=options.fork_server) for name, job in jobs.items()}
 
 
 def _is_importable(package: str) -> bool:
@@ -125,6 +129,8 @@ def job_of_this_node(options: argparse.Namespace) -> Job:
     num_nodes = options.num_nodes or 1
     if num_nodes == 1:
         return _alone(options)
+    if options.min_nodes is not None:
+        return _elastic(options)
     if options.node_rank is None or options.master_addr is None:
         raise UsageError(
             f"--num_nodes {num_nodes} needs --node_rank (0 to {num_nodes - 1}, different on each node) and "
@@ -148,6 +154,28 @@ def _alone(options: argparse.Namespace) -> Job:
     return Job(num_ranks, 1, 0, options.master_addr, options.master_port, visible, options.max_restarts)
 
 
+def _elastic(options: argparse.Namespace) -> Job:
+    """Return the ranks of a node of a job without a list of nodes, which needs at least `min_nodes` of them."""
+    limits = f"--nnodes {options.min_nodes}:{options.num_nodes}"
+    if options.master_addr is None:
+        raise UsageError(f"{limits} needs --master_addr: the node that hosts the store of the job, or a --hostfile")
+    if options.include or options.exclude:
+        raise UsageError("--include and --exclude need a --hostfile when there are several nodes")
+    node_rank = options.node_rank
+    if node_rank is None:
+        node_rank = 0 if _is_own_address(options.master_addr) else 1
+    _check_node_rank(node_rank, options.num_nodes)
+    return Job(
+        options.num_gpus or _num_devices(),
+        options.num_nodes,
+        node_rank,
+        options.master_addr,
+        options.master_port or DEFAULT_PORT,
+        max_restarts=options.max_restarts,
+        min_nodes=options.min_nodes,
+    )
+
+
 def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
     nodes = limit(choose(listed, options.include, options.exclude), options.num_nodes, options.num_gpus)
     names = list(nodes)
@@ -162,7 +190,8 @@ def _in_hostfile(listed: Nodes, options: argparse.Namespace) -> Job:
     slots = nodes[names[node_rank]]
     port = options.master_port or (DEFAULT_PORT if len(names) > 1 else None)
     visible = ",".join(map(str, slots))
-    return Job(len(slots), len(names), node_rank, master_addr, port, visible, options.max_restarts)
+    least = options.min_nodes
+    return Job(len(slots), len(names), node_rank, master_addr, port, visible, options.max_restarts, least)
 
 
 def _command_for(node_rank: int, master_addr: str | None) -> str:

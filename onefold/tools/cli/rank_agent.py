@@ -6,6 +6,13 @@ tracebacks, so that the failure that came first is known, and then kills the pro
 a restarted job must not share a device or a port with a process that has not ended yet. SIGTERM is sent only if the
 launcher itself was asked to stop, because ranks answer it by saving a checkpoint. A rank that ends with 128 plus the
 number of a signal was asked to stop as well; then its peers may save, too, and nothing is restarted.
+
+[Note: nodes that join and leave]
+When a node waits, a launcher that notices it writes `JOIN` to the store of the current start, and sends a stop signal
+to its ranks. All ranks of the job save after the same step, and end. Each launcher finds the entry, and restarts its
+ranks instead of ending the job. A launcher that receives a signal writes `LEAVE` if the job may run without its node,
+forwards the signal to its ranks, and leaves the rendezvous when they have ended. Neither counts as a restart. A node
+that is lost without an entry counts as a failure, and its peers are killed, because they cannot save without it.
 """
 
 from __future__ import annotations
@@ -14,14 +21,16 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -35,27 +44,53 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from onefold.job_secret import JOB_SECRET, JOB_SECRET_FILE, JobSecret
 from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
-from onefold.tools.cli.rank_processes import RankEnd, RankProcess, first_failure, print_error, report_failure
+from onefold.tools.cli.fork_server import ForkServer
+from onefold.tools.cli.node_rendezvous import Change, NodeRendezvous
+from onefold.tools.cli.rank_processes import (
+    ForkedRank,
+    RankEnd,
+    RankProcess,
+    first_failure,
+    print_error,
+    report_failure,
+)
+from onefold.tools.cli.ranks import LAUNCHER_VARIABLE, PYTHON_RANK
 
 # The time in which ranks record their tracebacks after the first failure.
 TRACEBACK_SECONDS = 2.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Added to the time that ranks give themselves to stop.
 MARGIN_SECONDS = 5.0
+# The entry in the store of a start that announces its end, and its values.
+ANNOUNCEMENT = "onefold/announcement"
+JOIN, LEAVE, STOP = "join", "leave", "stop"
+# Of the signals that a rank handles, the first of these is sent to save a checkpoint for a node that joins.
+SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, *FORWARDED)
 
 
 class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
     """Starts the ranks of this node after each rendezvous, and ends all of them when one fails or a signal arrives."""
 
-    def __init__(self, spec: WorkerSpec, folder: str, secret: JobSecret) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        folder: str,
+        secret: JobSecret,
+        is_elastic: bool = False,
+        fork_server: ForkServer | None = None,
+    ) -> None:
         super().__init__(spec)
         self._secret = secret
+        self._fork_server = fork_server
+        self._nodes = spec.rdzv_handler if isinstance(spec.rdzv_handler, NodeRendezvous) else None
+        self._is_elastic = is_elastic
         self.failure: RankEnd | None = None
         """The first failure among the ranks of this node, of the last start."""
         self._folder = Path(folder)
         self._processes: list[RankProcess] = []
         self._changed = threading.Condition()
         self._num_starts = 0
+        self._num_restarts = 0
         self._signal: signal.Signals | None = None
         self._signal_at = 0.0
         self._is_hurried = False
@@ -63,40 +98,83 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
 
     # -- torch's interface -----------------------------------------------------------------------------------------
 
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                super()._initialize_workers(worker_group)
+            except DistStoreError:  # a node was lost between the rendezvous and the start of the ranks
+                if self._nodes is None:
+                    raise
+            else:
+                return
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         starts, restarts = self._share_counts(worker_group)
         if starts > 0:
-            count = f"restart {restarts} of {worker_group.spec.max_restarts}"
-            print_error(f"onefold: restarting all ranks, {count if restarts else 'because a node has joined'}")
+            group: Any = worker_group
+            has_failed = restarts > self._num_restarts
+            reason = f"restart {restarts} of {group.spec.max_restarts}" if has_failed else "because the nodes changed"
+            nodes = f" on {group.group_world_size} node{'s' * (group.group_world_size > 1)}" * self._is_elastic
+            print_error(f"onefold: restarting all ranks{nodes}, {reason}")
+        self._num_restarts = restarts
         command = [str(worker_group.spec.entrypoint), *worker_group.spec.args]
-        self._processes = []
+        self._processes, self.failure = [], None
         with self._signals_deferred():
             for worker in worker_group.workers:
                 environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts)}
                 environment.pop(JOB_SECRET_FILE, None)  # it is for launchers; ranks have the secret of this start
-                self._processes.append(RankProcess(command, environment, worker.global_rank, self._changed))
+                process = self._start_process(command, environment)
+                self._processes.append(RankProcess(process, environment, worker.global_rank, self._changed))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = [process.exit_code for process in self._processes]
-        if not any(codes):
-            if None in codes:
+        if not any(codes) and None in codes:
+            change = self._nodes.change() if self._nodes is not None else Change.NONE
+            if change is Change.NONE or (change is Change.WAITING and 0 in codes):
                 return RunResult(state=WorkerState.HEALTHY)
+            return self._end_start(change)
+        return self._result(worker_group)
+
+    def _end_start(self, change: Change) -> RunResult:
+        """End the ranks because a node has joined or left, after they have saved a checkpoint if they can."""
+        if change is Change.WAITING:
+            self._announce(JOIN)
+            can_save = self._request_save()
+        else:
+            can_save = self._announced() is not None  # the ranks of the node that has left were asked to stop
+        if can_save:
+            self._wait(self._stop_seconds())
+        codes = [process.exit_code for process in self._processes]
+        if any(codes) or None not in codes:
+            return self._result(self._worker_group)
+        self._kill()
+        return self._failed()
+
+    def _result(self, worker_group: WorkerGroup) -> RunResult:
+        """Return how the ranks have ended. End all of them if one has failed."""
+        first = self.first_failure()
+        if first is None:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        first = self.first_failure()
-        assert first is not None
         self._wait(self._stop_seconds() if first.was_asked else TRACEBACK_SECONDS)
         self.failure = first = self.first_failure()
         assert first is not None
         self._kill()
-        if first.was_asked:
-            self._remaining_restarts = 0
-        if self._remaining_restarts > 0:
-            report_failure(first)
         (worker,) = (worker for worker in worker_group.workers if worker.global_rank == first.rank)
         failure = ProcessFailure(worker.local_rank, first.pid, first.exit_code, error_file="")
-        return RunResult(state=WorkerState.FAILED, failures={first.rank: failure})
+        return self._failed({first.rank: failure})
+
+    def _failed(self, failures: dict[int, ProcessFailure] | None = None) -> RunResult:
+        """Return a failure, after which torch's agent restarts all ranks if restarts remain."""
+        first, announced = self.failure, self._announced()
+        if announced in (JOIN, LEAVE):
+            self._remaining_restarts += 1  # torch's agent subtracts it again
+        elif first is not None and first.was_asked:
+            self._remaining_restarts = 0
+        if first is not None and self._remaining_restarts > 0 and not first.was_asked and announced != LEAVE:
+            report_failure(first)
+        return RunResult(state=WorkerState.FAILED, failures=failures or {})
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self._kill()
@@ -106,13 +184,56 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
     ) -> None:
         """End all ranks. If the launcher received a signal, forward it, and give the ranks time to stop."""
         if self._signal is not None:
+            self._announce(LEAVE if self._is_elastic else STOP)
             for process in self._processes:
                 process.send(self._signal)
             self._wait(self._stop_seconds())
             self.failure = self.first_failure()
         self._kill()
 
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_started(self) -> bool:
+        """Whether ranks have been started."""
+        return self._num_starts > 0
+
+    def leave(self) -> None:
+        """Leave the rendezvous; the other nodes may continue."""
+        if self._nodes is not None:
+            self._nodes.leave()
+
+    def _announce(self, value: str) -> None:
+        """Announce to the other nodes why the ranks of this start will end, unless another node has done so."""
+        store = self._store
+        if self._nodes is not None and store is not None:
+            with suppress(DistError):  # the store may have gone
+                store.compare_set(ANNOUNCEMENT, "", value)
+
+    def _announced(self) -> str | None:
+        """Return the announced reason for the end of this start."""
+        store = self._store
+        if self._nodes is None or store is None or not store.check([ANNOUNCEMENT]):
+            return None
+        return str(store.get(ANNOUNCEMENT).decode())
+
+    def _request_save(self) -> bool:
+        """Send a stop signal to the ranks that save a checkpoint after it. Return whether there is one."""
+        requested = False
+        for process in self._processes:
+            handled = process.stop_signals()
+            if number := next((number for number in SAVE_SIGNALS if number in handled), None):
+                process.send(number)
+                requested = True
+        return requested
+
     # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _start_process(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | ForkedRank:
+        """Start the process of a rank in a session of its own."""
+        if self._fork_server is None:
+            return subprocess.Popen(command, env=environment, start_new_session=True)
+        return self._fork_server.start(command[len(PYTHON_RANK) :], environment)
 
     def _share_counts(self, worker_group: WorkerGroup) -> tuple[int, int]:
         """Return the number of earlier starts, and of restarts after failures. Both are the largest of all nodes.
@@ -154,7 +275,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ONEFOLD_RESTARTS": str(starts),
-            "ONEFOLD_LAUNCHER": str(os.getpid()),
+            LAUNCHER_VARIABLE: str(os.getpid()),
             STOP_SECONDS_FILE: str(folder / "stop_seconds"),
             **({} if secret is None else {JOB_SECRET: secret}),
             **self._loopback(group),

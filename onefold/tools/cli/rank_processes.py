@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,19 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
     return min((end for end in ends if end.exit_code), key=lambda end: end.when, default=None)
 
 
+class ForkedRank:
+    """A rank that was forked by the server, and whose parent is this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> None:
+        """Reap the process."""
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+
+
 class RankProcess:
     """The process of one rank. A thread waits for its end, so that the order in which ranks end is known.
 
@@ -66,7 +79,11 @@ class RankProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], rank: int, changed: threading.Condition
+        self,
+        process: subprocess.Popen[bytes] | ForkedRank,
+        environment: Mapping[str, str],
+        rank: int,
+        changed: threading.Condition,
     ) -> None:
         self.rank = rank
         self.exit_code: int | None = None
@@ -75,8 +92,8 @@ class RankProcess:
         self._changed = changed
         self._error_file = environment["TORCHELASTIC_ERROR_FILE"]
         self._stop_seconds_file = environment[STOP_SECONDS_FILE]
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-        self.pid = self._process.pid
+        self._process = process
+        self.pid = process.pid
         self._watcher = threading.Thread(target=self._watch, name=f"onefold-rank-{rank}", daemon=True)
         self._watcher.start()
 
@@ -105,11 +122,21 @@ class RankProcess:
 
     def stop_seconds(self) -> float:
         """Return the time that the rank gives itself to stop."""
+        lines = self._stop_lines()
+        return float(lines[0]) if lines else STOP_SECONDS
+
+    def stop_signals(self) -> list[signal.Signals]:
+        """Return the signals after which the rank stops with a checkpoint; none if it handles no signals."""
+        return [signal.Signals[name] for name in " ".join(self._stop_lines()[1:]).split()]
+
+    def _stop_lines(self) -> list[str]:
+        """Return the time and the signals that the rank has recorded."""
         try:
             with open(self._stop_seconds_file) as file:
-                return float(file.read())
-        except (OSError, ValueError):  # the rank handles no signals
-            return STOP_SECONDS
+                lines = file.read().splitlines()
+        except OSError:  # the rank handles no signals
+            return []
+        return lines if len(lines) > 1 else []  # the rank is writing them
 
     def end(self) -> RankEnd:
         """Return how the rank ended, with the error that it recorded."""

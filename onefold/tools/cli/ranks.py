@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret
 from onefold.redaction import redact
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 
 _FOLDER_PREFIX = "onefold_launch_"
+# The start of the command of a rank that is an interpreter.
+PYTHON_RANK = (sys.executable, "-u", "-m", "onefold.tools.cli.ranks")
+# The variable with the process id of the launcher.
+LAUNCHER_VARIABLE = "ONEFOLD_LAUNCHER"
 
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
@@ -48,7 +52,7 @@ def python_command(name: str, *arguments: str, is_module: bool, local_rank: bool
     With `local_rank` the script's first argument is `--local_rank=N`, as with DeepSpeed's launcher.
     """
     flags = [*(["--local_rank"] if local_rank else []), *(["--module"] if is_module else [])]
-    return [sys.executable, "-u", "-m", "onefold.tools.cli.ranks", *flags, name, *arguments]
+    return [*PYTHON_RANK, *flags, name, *arguments]
 
 
 def program_command(name: str, *arguments: str) -> list[str]:
@@ -63,56 +67,60 @@ class Job:
     num_ranks: int
     num_nodes: int = 1
     node_rank: int = 0
+    """Its rank among the nodes of a fixed number. 0 hosts the store of the job."""
     master_addr: str | None = None
     master_port: int | None = None
     visible_devices: str | None = None
     """The value of CUDA_VISIBLE_DEVICES; None leaves it unchanged."""
     max_restarts: int = 0
 
+    min_nodes: int | None = None
+    """The smallest number of nodes with which the job runs; None: all `num_nodes`."""
+    forks_ranks: bool = False
+    """Whether ranks are forked from a process that has imported torch. The command must be of Python."""
+
     @property
     def is_alone(self) -> bool:
         """Whether the rendezvous is local to this node."""
         return self.num_nodes == 1 and self.master_port is None
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job runs with fewer nodes than `num_nodes`, too."""
+        return self.min_nodes is not None and self.min_nodes < self.num_nodes
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of the store."""
+        return self.master_addr or "localhost", self.master_port or 29500
+
     def worker_spec(self, command: Sequence[str], folder: str, secret: JobSecret) -> WorkerSpec:
         """Return the job as torch's elastic agent expects it, with the rendezvous of its nodes."""
         from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-        from onefold.tools.cli.rendezvous import make_rendezvous
+        from onefold.tools.cli.node_rendezvous import join_alone, join_fixed, join_nodes
 
-        alone = self.is_alone
+        host, port = self.store_address
         # With a static rendezvous, restarted ranks would find the addresses of dead ones in the old store. With c10d
         # they synchronize again, and the ranks of nodes follow from that.
-        backend = "c10d" if alone or self.max_restarts > 0 else "static"
-        configs: dict[str, Any] = {"rank": self.node_rank} if backend == "static" else {}
-        # On one node the agent uses a file, so that only the ranks open a port. Several nodes need an address that all
-        # of them know beforehand.
-        host, port = self.master_addr or "localhost", self.master_port or 29500
-        endpoint = f"{host}:{port}"
-        if alone:
-            endpoint, configs = os.path.join(folder, "rendezvous"), {"store_type": "file"}
-        # A node often cannot resolve its own hostname.
-        local_addr = "localhost" if self.num_nodes == 1 else None
-        parameters = RendezvousParameters(
-            backend=backend,
-            endpoint=endpoint,
-            run_id=f"onefold_{os.getpid()}" if alone else "onefold",
-            min_nodes=self.num_nodes,
-            max_nodes=self.num_nodes,
-            local_addr=local_addr,
-            **configs,
-        )
+        is_static = not self.is_alone and not self.is_elastic and self.max_restarts == 0
+        if self.is_alone:
+            handler = join_alone(folder, secret)
+        elif is_static:
+            handler = join_fixed(self.num_nodes, self.node_rank, host, port, secret)
+        else:
+            least, is_host = self.min_nodes or self.num_nodes, self.node_rank == 0
+            handler = join_nodes(least, self.num_nodes, host, port, is_host, secret)
         return WorkerSpec(
             role="default",
             local_world_size=self.num_ranks,
             entrypoint=command[0],
             args=tuple(command[1:]),
-            rdzv_handler=make_rendezvous(parameters, secret),
+            rdzv_handler=handler,
             max_restarts=self.max_restarts,
-            master_addr=host if backend == "static" else None,
-            master_port=port if backend == "static" else None,
-            local_addr=local_addr,
+            master_addr=host if is_static else None,
+            master_port=port if is_static else None,
+            local_addr="localhost" if self.num_nodes == 1 else None,
         )
 
 
@@ -121,9 +129,11 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from onefold.tools.cli.fork_server import ForkServerError
+
     if job.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = job.visible_devices
-    if job.max_restarts > 0 or job.is_alone:
+    if job.max_restarts > 0 or job.is_alone or job.is_elastic:
         # Otherwise restarted ranks would find the addresses of dead ones in the store that they share with the agent,
         # which also listens on all interfaces.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -132,9 +142,11 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
     try:
         with _launch_folder() as folder:
             return _run_agent(command, job, folder)
-    except (DistNetworkError, DistStoreError, RendezvousError) as error:
-        where = f"{job.master_addr or 'localhost'}:{job.master_port or 29500}"
-        print_error(f"onefold: the ranks cannot connect to {where}: {str(error).splitlines()[0]}")
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:  # before ranks were started
+        print_error(f"onefold: the ranks cannot connect to {_store_name(job)}: {str(error).splitlines()[0]}")
+        return EXIT_FAILED
+    except ForkServerError as error:
+        print_error(f"onefold: {error}")
         return EXIT_FAILED
     except ForgedMessageError as error:
         print_error(f"onefold: {error}")
@@ -143,32 +155,69 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
         return report_signal(signal.SIGINT)
 
 
-def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
-    from torch.distributed.elastic.multiprocessing import SignalException
+def _store_name(job: Job) -> str:
+    host, port = job.store_address
+    return f"{host}:{port}"
 
+
+def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+    from onefold.tools.cli.node_rendezvous import JOIN_SECONDS
     from onefold.tools.cli.rank_agent import RankAgent
 
     _silence_agent()
     secret = _job_secret(job)
+    fork_server = None
+    if job.forks_ranks:
+        from onefold.tools.cli.fork_server import ForkServer
+
+        fork_server = ForkServer()  # before the threads of the rendezvous
     spec = job.worker_spec(command, folder, secret)
-    agent = RankAgent(spec, folder, secret)
+    agent = RankAgent(spec, folder, secret, job.is_elastic, fork_server)
     is_left_open = False
     try:
         with agent.signals_handled():
             result = agent.run()
     except SignalException as stopped:
         is_left_open = True  # the other nodes may continue without this one
+        agent.leave()
         failure = agent.failure
         if failure is not None and failure.traceback and not failure.was_asked and stopped.sigval != signal.SIGINT:
             print_error(failure.traceback.rstrip())
         return report_signal(stopped.sigval)
+    except RendezvousClosedError:
+        result = None
+    except RendezvousTimeoutError:
+        least = job.min_nodes or job.num_nodes
+        print_error(f"onefold: fewer than {least} nodes have joined within {JOIN_SECONDS} s. Start more nodes.")
+        return EXIT_FAILED
+    except (DistNetworkError, DistStoreError, RendezvousError):
+        is_left_open = True
+        if not agent.has_started:
+            print_error(f"onefold: the job at {_store_name(job)} has ended before this node could join")
+            return EXIT_FAILED
+        print_error(
+            f"onefold: the store of the job at {_store_name(job)} does not reply, so all ranks of this node have "
+            "ended. Start the job again on all nodes; it resumes from its last checkpoint."
+        )
+        return EXIT_FAILED
     finally:
+        if fork_server is not None:
+            fork_server.close()
         if not is_left_open:
             spec.rdzv_handler.shutdown()
     if result is None:
         print_error("onefold: the job is complete without this node, which has left the rendezvous")
         return EXIT_FAILED
-    return report_failure(agent.failure) if agent.failure is not None and result.is_failed() else 0
+    if not result.is_failed():
+        return 0
+    if agent.failure is None:
+        print_error(f"onefold: the job has lost a node and ends after {job.max_restarts} restarts (--max-restarts)")
+        return EXIT_FAILED
+    return report_failure(agent.failure)
 
 
 def _job_secret(job: Job) -> JobSecret:
@@ -214,7 +263,7 @@ def _silence_agent() -> None:
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 _PR_SET_PDEATHSIG = 1
-OWN_FILES = (__file__, "<frozen runpy>", runpy.__file__)
+OWN_FILES = (__file__, str(Path(__file__).with_name("fork_server.py")), "<frozen runpy>", runpy.__file__)
 
 
 def record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -240,7 +289,7 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
 
 def die_with_launcher() -> None:
     """Let the kernel kill this process when the launcher that started it dies, by SIGKILL as well."""
-    launcher = os.environ.pop("ONEFOLD_LAUNCHER", None)
+    launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
