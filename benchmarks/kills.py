@@ -190,11 +190,17 @@ def kill_job(folder: Path, seed: int, num_kills: int, *, sabotage: str = "", tel
             tally.kills += 1
             tally.in_starts += in_start
             tally.of_all_ranks += len(first) == num_ranks
-            found = verify_checkpoints(saved, records)
-            tally.checkpoints_verified += found.num_verified
+            tally.problems += records.read()
+            found = verify_checkpoints(saved)
+            if found.newest_step < records.surely_published:
+                tally.problems.append(
+                    f"the newest checkpoint is of step {found.newest_step}, but the save of step "
+                    f"{records.surely_published} was complete"
+                )
+            tally.checkpoints_verified += len(found.verified)
             tally.interrupted_saves += bool(found.unpublished - known)
             known |= found.unpublished
-            tally.problems += found.problems + records.read()
+            tally.problems += found.problems
             tell(tally)
             if tally.problems:
                 return tally

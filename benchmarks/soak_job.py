@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch.utils.data import Dataset
 
 import onefold
+from onefold.checkpoint.saving.rank_shard_writer import SaveError
 from onefold.tools.train.gpt import GPT, GPTConfig
 
 VOCABULARY, LENGTH = 64, 16
@@ -97,6 +100,10 @@ class SoakJob:
         self.engine = onefold.initialize(model=model, config=options.config(), training_data=Samples())[0]
         torch.manual_seed(13 + self.engine.global_rank)
         folder, rank = Path(options.folder), self.engine.global_rank
+        start = torch.tensor([os.getpid()])
+        dist.broadcast(start, 0)
+        self._start = int(start)
+        """The process id of rank 0, which all ranks record with their losses."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._losses = os.open(folder / f"losses.{rank}", flags)
         self._events = os.open(folder / f"events.{rank}", flags)
@@ -115,7 +122,8 @@ class SoakJob:
 
     def note(self, **event: Any) -> None:
         """Append an event to the records of this rank, in one write, so that a kill never leaves a half line."""
-        line = {**event, "world": self.engine.world_size, "pid": os.getpid(), "time": time.time()}
+        own = {"start": self._start, "world": self.engine.world_size, "pid": os.getpid(), "time": time.time()}
+        line = {**event, **own}
         os.write(self._events, json.dumps(line).encode() + b"\n")
 
     def resume(self) -> None:
@@ -142,7 +150,7 @@ class SoakJob:
             losses.append(loss.item().hex())
             engine.backward(loss)
             if len(losses) == engine.batch.accumulation:  # `step` does not return if a signal stops the job
-                os.write(self._losses, f"{number} {os.getpid()} {' '.join(losses)}\n".encode())
+                os.write(self._losses, f"{number} {self._start} {' '.join(losses)}\n".encode())
             engine.step()
 
     def save_if_due(self) -> None:
@@ -179,6 +187,28 @@ class SoakJob:
                     found.update(part.contiguous().cpu().numpy().tobytes())
         return found.hexdigest()
 
+    def run(self) -> None:
+        """Train to the step that the file `last_step` names, save there, and raise where a file `raise.RANK` appears.
+
+        A foreground save that fails leaves the older checkpoint, and the job continues.
+        """
+        folder, options = Path(self.options.folder), self.options
+        last, raises = folder / "last_step", folder / f"raise.{self.engine.global_rank}"
+        while not last.exists() or self.engine.global_steps < int(last.read_text()):
+            began = time.monotonic()
+            self.step()
+            if raises.exists():
+                raises.unlink()
+                raise RuntimeError(f"the soak lets rank {self.engine.global_rank} fail")
+            try:
+                self.save_if_due()
+            except SaveError as error:
+                self.note(event="save failed", step=self.engine.global_steps, error=str(error))
+            time.sleep(max(0.0, options.step_seconds - (time.monotonic() - began)))
+        self.engine.wait_for_checkpoint()
+        self.engine.save_checkpoint(options.save_dir)
+        self.note(event="finished", step=self.engine.global_steps, digest=self.digest())
+
 
 def _write_manifests_in_place() -> None:
     """Write manifests slowly under their own names: a sabotage that a kill shows."""
@@ -191,3 +221,18 @@ def _write_manifests_in_place() -> None:
                 time.sleep(0.03)
 
     folder.replace_file = write_in_place
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    options = JobOptions.from_json(sys.argv[1])
+    onefold.init_distributed()
+    job = SoakJob(options)
+    job.resume()
+    job.run()
+    job.engine.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

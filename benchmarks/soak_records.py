@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.format import folder as folders
-from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.tools.audit import verify
 
 
@@ -29,76 +31,133 @@ class _Tail:
         return found[:end].decode().splitlines()
 
 
+Segments = tuple[tuple[int, int], ...]
+
+
 class Records:
-    """The losses and events that the ranks of a job have written. A step that is repeated must have the same losses."""
+    """The losses and events that the ranks of a job have written.
+
+    A step that is repeated must have the same losses, if the steps before it were computed by the same numbers of
+    ranks. `Segments` are these numbers: pairs of a step and of the number of ranks that have computed the steps after
+    it.
+    """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        self.losses: list[dict[int, list[str]]] = [{} for _ in range(num_ranks)]
-        """The losses of each step, by rank."""
+        """`num_ranks`: the largest number of ranks of any start."""
         self.newest_step = 0
         self.num_repeated = 0
         """Steps that rank 0 has computed again."""
         self.surely_published = 0
         """The newest step of which a save was complete."""
-        self.events: list[dict[str, Any]] = []
-        """The events of rank 0."""
-        self._tails = [_Tail(folder / f"losses.{rank}") for rank in range(num_ranks)]
-        self._event_tail = _Tail(folder / "events.0")
+        self.segments: Segments = ()
+        """The numbers of ranks of the newest start and of the starts that it has resumed."""
+        self.starts: list[dict[str, Any]] = []
+        """For each start, the event with which rank 0 has resumed."""
+        self.events: Counter[str] = Counter()
+        """Events of rank 0 by name."""
+        self.finished: list[dict[str, Any]] = []
+        """The last event of each rank, if the job is complete."""
+        self.pids: dict[int, int] = {}
+        """The process ids of the ranks of the newest start."""
+        self.position: dict[int, tuple[int, int]] = {}
+        """The newest start and step of each rank."""
+        self._losses: dict[tuple[Segments, int, int], list[str]] = {}
+        self._segments: dict[int, Segments] = {}
+        self._loss_tails = [_Tail(folder / f"losses.{rank}") for rank in range(num_ranks)]
+        self._event_tails = [_Tail(folder / f"events.{rank}") for rank in range(num_ranks)]
+        self._unread: list[tuple[int, str]] = []
 
     def read(self) -> list[str]:
         """Read new lines. Return the differences between repeated steps."""
-        problems = []
-        for rank, tail in enumerate(self._tails):
+        self._unread += [(rank, line) for rank, tail in enumerate(self._loss_tails) for line in tail.lines()]
+        for rank, tail in enumerate(self._event_tails):
             for line in tail.lines():
-                number, pid, *losses = line.split()
-                step = int(number)
-                before = self.losses[rank].setdefault(step, losses)
-                if rank == 0:
-                    self.num_repeated += before is not losses
-                    self.newest_step = max(self.newest_step, step)
-                if before != losses:
-                    problems.append(
-                        f"rank {rank}, step {step}, process {pid}: the losses {losses} differ from those of an earlier "
-                        f"process, {before}"
-                    )
-        for line in self._event_tail.lines():
-            event = json.loads(line)
-            self.events.append(event)
-            if event["event"] == "published":
-                self.surely_published = max(self.surely_published, event["step"])
+                self._add_event(rank, json.loads(line))
+        problems, unread = [], []
+        for rank, line in self._unread:
+            number, start, *losses = line.split()
+            if int(start) in self._segments:
+                problems += self._add_losses(rank, int(number), int(start), losses)
+            else:  # rank 0 has not written yet that it has resumed
+                unread.append((rank, line))
+        self._unread = unread
         return problems
 
+    def _add_event(self, rank: int, event: dict[str, Any]) -> None:
+        name = event["event"]
+        if name == "resumed" and rank == 0:
+            kept = tuple((first, world) for first, world in self.segments if first < event["step"])
+            if not kept or kept[-1][1] != event["world"]:
+                kept = (*kept, (event["step"], event["world"]))
+            self.segments = self._segments[event["start"]] = kept
+            self.starts.append(event)
+            self.pids = {}
+        if name == "resumed":
+            self.pids[rank] = event["pid"]
+        if name == "finished":
+            self.finished.append(event)
+        if rank == 0:
+            self.events[name] += 1
+            if name == "published":
+                self.surely_published = max(self.surely_published, event["step"])
+
+    def _add_losses(self, rank: int, step: int, start: int, losses: list[str]) -> list[str]:
+        key = (_until(self._segments[start], step), rank, step)
+        before = self._losses.setdefault(key, losses)
+        self.position[rank] = (start, step)
+        if rank == 0:
+            self.num_repeated += step <= self.newest_step
+            self.newest_step = max(self.newest_step, step)
+        if before == losses:
+            return []
+        return [f"rank {rank}, step {step}: the losses {losses} differ from those of an earlier process, {before}"]
+
+    def curve(self) -> dict[tuple[int, int], list[str]]:
+        """Return the losses of the run that is left, by rank and step."""
+        last = self.position.get(0, (0, 0))[1]
+        return {
+            (rank, step): losses
+            for (segments, rank, step), losses in self._losses.items()
+            if step <= last and segments == _until(self.segments, step)
+        }
+
     def compare(self, reference: Records) -> list[str]:
-        """Return the first difference of each rank from a run without faults."""
+        """Return the first difference from a run without faults, and whether the runs have different steps."""
+        mine, theirs = self.curve(), reference.curve()
         problems = []
-        for rank, (mine, theirs) in enumerate(zip(self.losses, reference.losses, strict=True)):
-            if mine.keys() != theirs.keys():
-                wrong = sorted(mine.keys() ^ theirs.keys())
-                problems.append(f"rank {rank}: step {wrong[0]} and {len(wrong) - 1} others are in one run only")
-            for step in sorted(mine.keys() & theirs.keys()):
-                if mine[step] != theirs[step]:
-                    problems.append(f"rank {rank}, step {step}: {mine[step]}, without faults {theirs[step]}")
-                    break
+        if alone := sorted(mine.keys() ^ theirs.keys(), key=lambda at: at[::-1]):
+            problems.append(f"rank {alone[0][0]}, step {alone[0][1]} and {len(alone) - 1} others are in one run only")
+        for rank, step in sorted(mine.keys() & theirs.keys(), key=lambda at: at[::-1]):
+            if mine[rank, step] != theirs[rank, step]:
+                both = f"{mine[rank, step]}, without faults {theirs[rank, step]}"
+                problems.append(f"rank {rank}, step {step}: {both}")
+                break
         return problems
+
+
+def _until(segments: Segments, step: int) -> Segments:
+    """Return the segments that computed the steps up to `step`."""
+    return tuple((first, world) for first, world in segments if first < step)
 
 
 @dataclass
 class FoundCheckpoints:
     """What a folder of checkpoints holds."""
 
-    num_verified: int = 0
     newest_step: int = 0
+    verified: set[str] = field(default_factory=set)
+    """Data folders that were read."""
     unpublished: set[str] = field(default_factory=set)
     """Data folders that no manifest names."""
     problems: list[str] = field(default_factory=list)
 
 
-def verify_checkpoints(save_dir: Path, records: Records, *, damaged: frozenset[str] = frozenset()) -> FoundCheckpoints:
-    """Read all published checkpoints, compare them with their checksums, and look for the newest complete save.
+def verify_checkpoints(save_dir: Path, skipped: Collection[str] = ()) -> FoundCheckpoints:
+    """Read all published checkpoints, and compare them with their checksums.
 
-    `damaged` has the data folders that were damaged on purpose.
+    `skipped` has the data folders, and the tags whose manifests, are not examined. A running job may remove checkpoints
+    meanwhile.
     """
-    records.read()
     found = FoundCheckpoints()
     for tag_folder in sorted(path for path in save_dir.iterdir() if path.is_dir()):
         data = {f"{tag_folder.name}/{name}" for name in folders.data_folders(tag_folder)}
@@ -106,17 +165,23 @@ def verify_checkpoints(save_dir: Path, records: Records, *, damaged: frozenset[s
             found.unpublished |= data
             continue
         checkpoint = folders.examine(tag_folder)
+        if checkpoint.removed or (checkpoint.manifest is None and tag_folder.name in skipped):
+            continue
         if checkpoint.manifest is None:
             found.problems.append(f"{tag_folder} is published, but not loadable: {'; '.join(checkpoint.problems)}")
             continue
         named = {f"{tag_folder.name}/{name}" for name in checkpoint.manifest.data_folders}
         found.unpublished |= data - named
-        if named & damaged:
+        if named & {*skipped}:
             continue
-        wrong = [*checkpoint.problems, *(f"{each.file}: {each.text}" for each in verify(checkpoint, lambda done: None))]
+        found.verified |= named
+        try:
+            damage = [*verify(checkpoint, lambda done: None)]
+        except RemovedError:
+            continue
+        wrong = [*checkpoint.problems, *(f"{each.file}: {each.text}" for each in damage)]
         if wrong:
             found.problems.append(f"{tag_folder} is published, but not loadable: {'; '.join(wrong)}")
-        found.num_verified += 1
         found.newest_step = max(found.newest_step, checkpoint.manifest.global_steps)
     try:
         latest = folders.read_latest(save_dir)
@@ -124,9 +189,4 @@ def verify_checkpoints(save_dir: Path, records: Records, *, damaged: frozenset[s
             found.problems.append(f"`latest` names {latest}, which is not published")
     except CheckpointError as error:
         found.problems.append(str(error))
-    if found.newest_step < records.surely_published and not damaged:
-        found.problems.append(
-            f"the newest checkpoint is of step {found.newest_step}, but that of step {records.surely_published} was "
-            "complete"
-        )
     return found
