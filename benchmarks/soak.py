@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -351,6 +352,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nodes and disk are removed
     began = time.monotonic()
     with ExitStack() as stack:
         if options.keep is None:
