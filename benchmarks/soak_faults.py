@@ -175,21 +175,28 @@ def _damage_checkpoint(run: Run, checkpoint: folders.FoundCheckpoint) -> None:
 # -- the network -----------------------------------------------------------------------------------------------------
 
 
-def _in_node(run: Run, node: int, *command: str) -> bool:
-    """Run a command in the namespace of a node. Return whether it succeeded."""
+def _in_node(run: Run, node: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the namespace of a node."""
     host = run.cluster.hosts[node]
-    whole = ["ip", "netns", "exec", host.namespace, *command]
-    return subprocess.run(whole, capture_output=True).returncode == 0
+    return subprocess.run(["ip", "netns", "exec", host.namespace, *command], capture_output=True, text=True)
+
+
+def _configure(run: Run, node: int, *command: str) -> None:
+    """Run a command in the namespace of a node. Raise if it fails."""
+    done = _in_node(run, node, *command)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` says: {done.stderr.strip()}")
 
 
 def _drop(run: Run, percent: int, seconds: float) -> Iterator[float]:
     """Drop some of the packets that a node receives."""
     node = run.draws.randrange(2)
-    rule = f"iifname {run.cluster.hosts[node].interface} numgen random mod 100 < {percent} drop"
+    some = "" if percent == 100 else f"numgen random mod 100 < {percent}"
+    rule = f"iifname {run.cluster.hosts[node].interface} {some} drop"
     chain = "add chain inet soak input { type filter hook input priority 0; }"
-    assert _in_node(run, node, "nft", f"add table inet soak; {chain}; add rule inet soak input {rule}")
+    _configure(run, node, "nft", f"add table inet soak; {chain}; add rule inet soak input {rule}")
     yield seconds
-    assert _in_node(run, node, "nft", "delete table inet soak")
+    _configure(run, node, "nft", "delete table inet soak")
 
 
 @fault("drop packets")
@@ -208,11 +215,13 @@ def _delay(run: Run) -> Iterator[float]:
     node, host = 0, run.cluster.hosts[0]
     place = ["dev", host.interface, "root"]
     millis = run.draws.randrange(10, 80)
-    if not _in_node(run, node, "tc", "qdisc", "add", *place, "netem", "delay", f"{millis}ms", f"{millis // 2}ms"):
+    if _in_node(
+        run, node, "tc", "qdisc", "add", *place, "netem", "delay", f"{millis}ms", f"{millis // 2}ms"
+    ).returncode:
         slow = ["tbf", "rate", f"{2000 // millis * 100}kbit", "burst", "16kb", "limit", "4mb"]
-        assert _in_node(run, node, "tc", "qdisc", "add", *place, *slow)
+        _configure(run, node, "tc", "qdisc", "add", *place, *slow)
     yield run.draws.uniform(3, 12)
-    assert _in_node(run, node, "tc", "qdisc", "del", *place)
+    _configure(run, node, "tc", "qdisc", "del", *place)
 
 
 # -- the number of ranks -----------------------------------------------------------------------------------------------
