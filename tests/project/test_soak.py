@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks lie beside the package, and are not installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks lie beside the package, and are not installed
 
 from benchmarks.kills import report
+from benchmarks.launch import ROOT
 from benchmarks.soak_records import Records
 
 
