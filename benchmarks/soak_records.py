@@ -57,12 +57,11 @@ class Records:
         """Events of rank 0 by name."""
         self.finished: list[dict[str, Any]] = []
         """The last event of each rank, if the job is complete."""
-        self.pids: dict[int, int] = {}
-        """The process ids of the ranks of the newest start."""
         self.position: dict[int, tuple[int, int]] = {}
         """The newest start and step of each rank."""
         self._losses: dict[tuple[Segments, int, int], list[str]] = {}
         self._segments: dict[int, Segments] = {}
+        self._pids: dict[int, dict[int, int]] = {}
         self._loss_tails = [_Tail(folder / f"losses.{rank}") for rank in range(num_ranks)]
         self._event_tails = [_Tail(folder / f"events.{rank}") for rank in range(num_ranks)]
         self._unread: list[tuple[int, str]] = []
@@ -91,9 +90,8 @@ class Records:
                 kept = (*kept, (event["step"], event["world"]))
             self.segments = self._segments[event["start"]] = kept
             self.starts.append(event)
-            self.pids = {}
         if name == "resumed":
-            self.pids[rank] = event["pid"]
+            self._pids.setdefault(event["start"], {})[rank] = event["pid"]
         if name == "finished":
             self.finished.append(event)
         if rank == 0:
@@ -111,6 +109,11 @@ class Records:
         if before == losses:
             return []
         return [f"rank {rank}, step {step}: the losses {losses} differ from those of an earlier process, {before}"]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the ranks of the newest start."""
+        return self._pids[self.starts[-1]["start"]] if self.starts else {}
 
     def curve(self) -> dict[tuple[int, int], list[str]]:
         """Return the losses of the run that is left, by rank and step."""
