@@ -252,16 +252,14 @@ def run(folder: Path, options: argparse.Namespace, tell: Callable[[str], None]) 
             soak.check_checkpoints()
         except SoakError as error:
             raise SoakError(f"{error}\n{soaked.last_words()}") from None
-        reference = run_without_faults(folder / "whole", soaked, last, tell)
-        if problems := soaked.records.compare(reference):
-            raise SoakError("; ".join(problems))
-        digests = [
-            {each["pid"]: each["digest"] for each in records.finished} for records in (soaked.records, reference)
-        ]
-        finals = [sorted(digest.values()) for digest in digests]
-        if finals[0] != finals[1][-len(finals[0]) :]:
-            raise SoakError("the weights or states after the last step differ from those without faults")
-        return Result(soak, last, len(reference.curve()), skipped)
+    reference = run_without_faults(folder / "whole", soaked, last, tell)
+    if problems := soaked.records.compare(reference):
+        raise SoakError("; ".join(problems))
+    digests = [{each["pid"]: each["digest"] for each in records.finished} for records in (soaked.records, reference)]
+    finals = [sorted(digest.values()) for digest in digests]
+    if finals[0] != finals[1][-len(finals[0]) :]:
+        raise SoakError("the weights or states after the last step differ from those without faults")
+    return Result(soak, last, len(reference.curve()), skipped)
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
