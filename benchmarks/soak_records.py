@@ -55,8 +55,7 @@ class Records:
         """For each start, the event with which rank 0 has resumed."""
         self.events: Counter[str] = Counter()
         """Events of rank 0 by name."""
-        self.finished: list[dict[str, Any]] = []
-        """The last event of each rank, if the job is complete."""
+        self._digests: dict[int, dict[int, str]] = {}
         self.position: dict[int, tuple[int, int]] = {}
         """The newest start and step of each rank."""
         self._losses: dict[tuple[Segments, int, int], list[str]] = {}
@@ -93,7 +92,7 @@ class Records:
         if name == "resumed":
             self._pids.setdefault(event["start"], {})[rank] = event["pid"]
         if name == "finished":
-            self.finished.append(event)
+            self._digests.setdefault(event["start"], {})[rank] = event["digest"]
         if rank == 0:
             self.events[name] += 1
             if name == "published":
@@ -114,6 +113,11 @@ class Records:
     def pids(self) -> dict[int, int]:
         """The process ids of the ranks of the newest start."""
         return self._pids[self.starts[-1]["start"]] if self.starts else {}
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """The checksums of the weights and states of each rank of the newest start, after its last step."""
+        return self._digests.get(self.starts[-1]["start"], {}) if self.starts else {}
 
     def curve(self) -> dict[tuple[int, int], list[str]]:
         """Return the losses of the run that is left, by rank and step."""
