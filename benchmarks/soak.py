@@ -242,7 +242,9 @@ def run(folder: Path, options: argparse.Namespace, tell: Callable[[str], None]) 
     kinds = [kind for kind in FAULTS if kind not in skipped and (options.reshape or kind not in RESHAPING)]
     if options.faults:
         kinds = [kind for kind in kinds if kind in options.faults.split(",")]
-    job = JobOptions("", "", options.stage, options.offload, save_every=10, step_seconds=0.1, sabotage=options.sabotage)
+    job = JobOptions(
+        "", "", options.stage, options.offload, save_every=5, step_seconds=options.step_seconds, sabotage=options.sabotage
+    )
     with cluster(folder / "soak", job, num_nodes, options.ranks, max(4, options.ranks), not no_disk) as soaked:
         soak = Soak(Run(soaked, random.Random(options.seed)), kinds, options.every)
         try:
@@ -330,6 +332,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="time in which faults are injected (default: 60)")
     parser.add_argument("--every", type=float, default=30.0, help="mean seconds between two faults (default: 30)")
+    parser.add_argument("--step-seconds", type=float, default=0.2, help="shortest time of a step (default: 0.2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: 3)")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer states in host memory")
