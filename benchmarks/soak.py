@@ -242,9 +242,8 @@ def run(folder: Path, options: argparse.Namespace, tell: Callable[[str], None]) 
     kinds = [kind for kind in FAULTS if kind not in skipped and (options.reshape or kind not in RESHAPING)]
     if options.faults:
         kinds = [kind for kind in kinds if kind in options.faults.split(",")]
-    job = JobOptions(
-        "", "", options.stage, options.offload, save_every=5, step_seconds=options.step_seconds, sabotage=options.sabotage
-    )
+    pace = {"save_every": 5, "step_seconds": options.step_seconds}
+    job = JobOptions("", "", options.stage, options.offload, sabotage=options.sabotage, **pace)
     with cluster(folder / "soak", job, num_nodes, options.ranks, max(4, options.ranks), not no_disk) as soaked:
         soak = Soak(Run(soaked, random.Random(options.seed)), kinds, options.every)
         try:
