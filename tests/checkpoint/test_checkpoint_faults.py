@@ -820,9 +820,10 @@ def write_fails_at_once(folder: str) -> Any:
     awaits = save_coordinator.SavePublisher.await_phase
 
     def await_failure(publisher: Any, request: Any, phase: Any) -> None:
-        publisher._board.wait(
-            lambda: publisher._board.read("part/1")["phase"] == Phase.FAILED, lambda: [1], "a failure"
-        )
+        def has_failed() -> bool:
+            return (publisher._board.read("part/1") or {}).get("phase") == Phase.FAILED
+
+        publisher._board.wait(has_failed, lambda: [1], "a failure")
         awaits(publisher, request, phase)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
