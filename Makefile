@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train check test test-of test-programs test-slow test-gpu mutants lint format docs bench bench-network matrix install-as-deepspeed clean
+.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs bench bench-network matrix install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,12 @@ test-gpu:  ## tests that need a CUDA device, with the Python that has it; ARGS="
 
 mutants: $(STAMP)  ## bugs put into a copy of the tree, one at a time: which of them do the tests miss?
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+soak: $(STAMP)  ## an hour of training with a fault every half minute, compared with a run without faults (root for all faults)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+kills: $(STAMP)  ## a hundred kills at random moments, with all checkpoints checked after each; ARGS="--kills 1000"
+	$(BIN)/python -m benchmarks.kills $(ARGS)
 
 lint: $(STAMP)  ## format check, lint, strict types
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import io
 import json
@@ -37,6 +38,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.saving import rank_shard_writer, save_coordinator
+from onefold.checkpoint.saving.rank_shard_writer import Phase
 from onefold.comm import Board
 from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -809,6 +811,47 @@ def test_a_copy_in_the_background_that_fails_is_told_and_nothing_waits(
         assert [name.partition("/")[0] for name in data] == ["good"]
         assert (latest, same) == ("good", True)
         assert steps >= 3
+
+
+def write_fails_at_once(folder: str) -> Any:
+    """Rank 1 fails to write before rank 0 has looked whether it has copied its weights."""
+    engine = engine_of(60)
+    learn(engine, 1)
+    awaits = save_coordinator.SavePublisher.await_phase
+
+    def await_failure(publisher: Any, request: Any, phase: Any) -> None:
+        def has_failed() -> bool:
+            return (publisher._board.read("part/1") or {}).get("phase") == Phase.FAILED
+
+        publisher._board.wait(has_failed, lambda: [1], "a failure")
+        awaits(publisher, request, phase)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patched = (save_coordinator.SavePublisher, "await_phase", await_failure)
+    if rank() == 1:
+        patched = (rank_shard_writer, "write_shard", fails)
+    with mock.patch.object(*patched):
+        told = [attempt(lambda: engine.save_checkpoint(folder, "bad", background=True))]
+        for number in range(200):  # until rank 0 has published its verdict
+            told.append(attempt(lambda number=number: learn(engine, number)))
+            if told[-1][0]:
+                break
+            time.sleep(0.01)
+    engine.zero_grad()
+    return told, engine.global_steps
+
+
+def test_a_write_in_the_background_that_fails_at_once_is_raised_by_the_same_step_on_all_ranks(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    """Rank 0 must not raise in `save_checkpoint` when the others raise in the next step: a program may catch it."""
+    (told, steps), (theirs, their_steps) = on_ranks(2, write_fails_at_once, str(tmp_path))
+    assert told[0] == theirs[0] == ("", True)
+    assert steps == their_steps
+    assert told[-1][0] == theirs[-1][0] == "SaveError"
+    assert "rank 1: OSError: [Errno 28] No space left on device" in told[-1][1]
 
 
 # -- whatever phase fails ------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class RankShardWriter:
         except BaseException as error:
             if self.phase is not Phase.FAILED:
                 with suppress(RuntimeError):  # the node of the store may have exited, so that no rank is waiting
-                    self._enter(Phase.FAILED, error=f"{type(error).__name__}: {error}")
+                    self._enter(Phase.FAILED, error=f"{type(error).__name__}: {error}", reached=self.phase)
             raise
 
     def prepare(self, owner: Savable, extra: Sequence[Slot] = (), *, joined: bool) -> None:
@@ -191,7 +191,7 @@ class RankShardWriter:
         if self.request.background and self.phase < Phase.STATES_COPIED:
             self._enter(Phase.STATES_COPIED)
 
-    def _enter(self, phase: Phase, **more: str) -> None:
+    def _enter(self, phase: Phase, **more: str | int) -> None:
         assert self.phase < phase, (self.phase, phase)
         self.phase = phase
         try:

@@ -339,7 +339,7 @@ class SavePublisher:
             self._board.forget(f"request/{note['number'] - _REMEMBERED}")
 
     def await_phase(self, request: SaveRequest, phase: Phase) -> None:
-        """Wait until every rank has reached a phase. Raise a SaveError with the reasons of the ranks that failed."""
+        """Wait until every rank has reached a phase. Raise a SaveError with the reasons of ranks that failed before."""
         answers: dict[int, str] = {}
 
         def missing() -> list[int]:
@@ -347,7 +347,9 @@ class SavePublisher:
                 note = self._board.read(f"part/{rank}") if rank not in answers else None
                 if note is not None and (note["number"], note["phase"]) >= (request.number, phase):
                     # A note of a later save implies that this save has ended.
-                    answers[rank] = note.get("error", "") if note["number"] == request.number else ""
+                    # All ranks report a failure after this phase in the same step; see `conclude`.
+                    has_failed = note["number"] == request.number and note.get("reached", phase) < phase
+                    answers[rank] = note["error"] if has_failed else ""
             return [rank for rank in range(self._num_ranks) if rank not in answers]
 
         self._board.wait(lambda: not missing(), missing, f"save_checkpoint of {request.tag}")
