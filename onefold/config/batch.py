@@ -116,13 +116,13 @@ def check_topology(config: Config, world_size: int) -> None:
     sizes = {
         "onefold.node_size": config.onefold.node_size,
         _SEQUENCE: config.sequence_parallel_size,
-        _EXPERTS: config.onefold.expert_parallel_size,
+        _EXPERTS: config.expert_parallel_size,
     }
     if zero.stage == 3:
         sizes["zero_optimization.zero_hpz_partition_size"] = zero.zero_hpz_partition_size
         sizes["zero_optimization.mics_shard_size"] = max(zero.mics_shard_size, 0)
     _check_divides(world_size, sizes)
-    if config.onefold.expert_parallel_size > 1:
+    if config.expert_parallel_size > 1:
         _check_experts(config)
     if num_replicas(config, world_size) == 1:
         return
@@ -139,7 +139,12 @@ def check_topology(config: Config, world_size: int) -> None:
 
 def _check_experts(config: Config) -> None:
     """Raise for keys that cannot be combined with expert parallelism."""
-    zero, own = config.zero_optimization, config.onefold
+    zero, own, auto = config.zero_optimization, config.onefold, config.expert_parallel
+    if auto.enabled and own.expert_parallel_size > 1 and auto.autoep_size != own.expert_parallel_size:
+        raise ConfigError(
+            f"{_EXPERTS} = {own.expert_parallel_size}, but expert_parallel.autoep_size = {auto.autoep_size}. Use one "
+            "of the two."
+        )
     asked = {
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.mics_shard_size": zero.mics_shard_size > 0,
@@ -153,7 +158,7 @@ def _check_experts(config: Config) -> None:
     for name, is_asked in asked.items():
         if is_asked:
             raise ConfigError(
-                f"{_EXPERTS} = {own.expert_parallel_size} and {name} cannot be combined yet. Leave out one of the two."
+                f"{_EXPERTS} = {config.expert_parallel_size} and {name} cannot be combined yet. Leave out one of them."
             )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onefold.config.elasticity import Elasticity
+from onefold.config.expert_parallel import ExpertParallelism
 from onefold.config.keys import Dtype, Key, key, noticed, refused, section
 from onefold.config.monitoring import Comet, CommsLogger, FileMonitor, Timers, Wandb
 from onefold.config.onefold_section import OnefoldSection
@@ -257,7 +258,7 @@ class Config:
         minimum=1,
     )
     use_data_before_expert_parallelism: bool = noticed(
-        False, "Order of the mesh dimensions.", "there is no expert parallelism here"
+        False, "Order of the mesh dimensions.", "ranks with the same experts are neighbours"
     )
     zero_optimization: ZeroOptimization = section(ZeroOptimization)
     onefold: OnefoldSection = section(OnefoldSection)
@@ -302,7 +303,7 @@ class Config:
     data_efficiency: dict[str, Any] = _outside("Data sampling and routing.")
     compression_training: dict[str, Any] = _outside("Compression during training.")
     hybrid_engine: dict[str, Any] = _outside("Text generation during training.")
-    expert_parallel: dict[str, Any] = _outside("Expert parallelism.")
+    expert_parallel: ExpertParallelism = section(ExpertParallelism)
     weight_quantization: dict[str, Any] = _outside("Quantized weights for inference.")
     datastates_ckpt: dict[str, Any] = _outside("DataStates' asynchronous checkpoint engine.")
 
@@ -336,3 +337,10 @@ class Config:
         if self.optimizer is not None and is_8bit(self.optimizer.type):
             return "int8"
         return self.onefold.state_dtype
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Number of parts of experts, from `onefold.expert_parallel_size` or DeepSpeed's `expert_parallel`."""
+        return max(
+            self.onefold.expert_parallel_size, self.expert_parallel.autoep_size if self.expert_parallel.enabled else 1
+        )

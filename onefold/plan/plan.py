@@ -337,7 +337,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             reuse=zero.stage3_max_reuse_distance,
         ),
         sequence_size=config.sequence_parallel_size,
-        num_expert_parts=own.expert_parallel_size,
+        num_expert_parts=config.expert_parallel_size,
         activations=make_activations(config),
     )
 

@@ -571,7 +571,6 @@ def test_contradictions_name_the_keys_and_the_fix(given: dict[str, Any], told: s
                 "hybrid_engine",
                 "weight_quantization",
                 "datastates_ckpt",
-                "expert_parallel",
                 "sparse_attention",
             )
         ),

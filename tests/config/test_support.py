@@ -54,6 +54,7 @@ COUNT_ALONE = {
     "onefold.reexecute_steps",
     "onefold.nccl_error_handling",
     "onefold.expert_parallel_size",
+    "expert_parallel.enabled",
     "onefold.trace.steps",
     "onefold.trace.memory_snapshot",
     "onefold.stop.save_to",

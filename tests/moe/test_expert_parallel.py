@@ -164,6 +164,8 @@ def test_what_cannot_be_divided_is_refused_by_name(on_ranks):
     assert "Linear has no expert layers" in on_ranks(2, refused, "Linear", {})[0]
     found = on_ranks(2, refused, "Mixtral", {"onefold": {"expert_parallel_size": 2, "cuda_graphs": "blocks"}})[0]
     assert "onefold.cuda_graphs cannot be combined" in found
+    other = {"expert_parallel": {"enabled": True, "autoep_size": 1}}
+    assert "expert_parallel.autoep_size = 1" in on_ranks(2, refused, "Mixtral", other)[0]
     assert "adapts stacked experts by LoRA" in on_ranks(2, adapted)[0]
     with pytest.raises(ValueError, match="has no number of experts in its attribute 'num_experts'"):
         onefold.experts(torch.nn.Linear(4, 4))
@@ -195,3 +197,17 @@ def test_wrong_calls_are_named(on_ranks):
         assert "different tokens (rank 0: 16 features, 1 experts for each, torch.float64, without gradients; " in found
     for found in on_ranks(2, misuse, "penalty"):
         assert "experts.up is gathered for its expert layer only" in found, found
+
+
+def divided_by_deepspeeds_section() -> tuple[int, str]:
+    section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    engine = start(make_model("Mixtral"), settings_of(3, 1) | {"expert_parallel": section})
+    found = engine.expert_parallel.size, engine.describe()
+    engine.destroy()
+    return found
+
+
+def test_the_section_of_deepspeed_divides_experts(on_ranks):
+    size, described = on_ranks(2, divided_by_deepspeeds_section)[0]
+    assert size == 2
+    assert "experts           2 layers of 8 experts in 2 parts, of which this rank computes one" in described
