@@ -254,7 +254,7 @@ BUDGETS = {
     "runtime": 6_440,
     "moe": 370,
     "sequence": 1_300,
-    "tools": 10_200,
+    "tools": 10_400,
     "top": 2_540,
     "utils": 550,
 }
