@@ -239,9 +239,9 @@ def run(folder: Path, options: argparse.Namespace, tell: Callable[[str], None]) 
     num_nodes = 1 if no_nodes else 2
     if options.ranks % num_nodes:
         raise SystemExit(f"--ranks {options.ranks} does not divide into {num_nodes} nodes. Give --nodes 1.")
-    kinds = [kind for kind in FAULTS if kind not in skipped and (options.reshape or kind not in RESHAPING)]
-    if options.faults:
-        kinds = [kind for kind in kinds if kind in options.faults.split(",")]
+    kinds = [kind for kind in options.faults if kind not in skipped and (options.reshape or kind not in RESHAPING)]
+    if not kinds:
+        raise SystemExit(f"none of these faults can be injected: {', '.join(options.faults)}")
     pace = {"save_every": 5, "step_seconds": options.step_seconds}
     job = JobOptions("", "", options.stage, options.offload, sabotage=options.sabotage, **pace)
     with cluster(folder / "soak", job, num_nodes, options.ranks, max(4, options.ranks), not no_disk) as soaked:
@@ -345,7 +345,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a report")
     parser.add_argument("--note", help="a remark for the report")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="folder for records and logs, which is kept")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.faults = options.faults.split(",") if options.faults else list(FAULTS)
+    if unknown := [kind for kind in options.faults if kind not in FAULTS]:
+        parser.error(f"--faults {unknown[0]}: no such fault. Choose from {', '.join(FAULTS)}.")
+    return options
 
 
 def main() -> None:

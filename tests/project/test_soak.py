@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks lie beside 
 
 from benchmarks.kills import report
 from benchmarks.launch import ROOT
+from benchmarks.soak import parse_arguments
 from benchmarks.soak_records import Records
 
 
@@ -95,6 +96,13 @@ def test_losses_before_their_start_is_known_are_read_later(writer: Writer) -> No
     writer.resume(100, 0)
     assert writer.records.read() == []
     assert writer.records.newest_step == 2
+
+
+def test_a_fault_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(["--faults", "fill the disk,kill a rank"]).faults == ["fill the disk", "kill a rank"]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--faults", "kill a rank,kill a bank"])
+    assert "--faults kill a bank: no such fault. Choose from kill a rank," in capsys.readouterr().err
 
 
 def run(module: str, *arguments: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from onefold.redaction import redact_command
+from onefold.tools.cli.pod_environment import fill_from_pod
 from onefold.tools.cli.ranks import Job, program_command, python_command, run_ranks
 from onefold.tools.cli.ssh_launch import SshOptions, exported, run_on_nodes
 from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, UsageError
@@ -32,6 +34,7 @@ LINE = re.compile(r"^(?P<node>\S+)\s+slots=(?P<slots>\d+)$")
 def launch(options: argparse.Namespace) -> int:
     """Run `onefold launch`."""
     check_script(options)
+    fill_from_pod(options, os.environ)
     if options.ssh:
         return _launch_by_ssh(options)
     job = replace(job_of_this_node(options), forks_ranks=options.fork_server)

@@ -77,7 +77,7 @@ def run_on_nodes(jobs: Mapping[str, Job], command: Sequence[str], ssh: SshOption
                     "environment": environment,
                 }
                 nodes.append(_Node(name, _command(name, ssh), order))
-            return _wait(nodes, received)
+            return _wait(nodes, received, is_elastic=any(job.is_elastic for job in jobs.values()))
         finally:
             for node in nodes:
                 node.kill()
@@ -125,8 +125,11 @@ class _Node:
         self._process.wait()
 
 
-def _wait(nodes: Sequence[_Node], received: list[int]) -> int:
-    """Forward signals until all nodes have ended. When one fails, let the others end."""
+def _wait(nodes: Sequence[_Node], received: list[int], *, is_elastic: bool) -> int:
+    """Forward signals until all nodes have ended. When one fails, let the others end, unless the job is elastic.
+
+    An elastic job has succeeded if any node has.
+    """
     failed: _Node | None = None
     failed_at, num_sent, running = 0.0, 0, list(nodes)
     while running:
@@ -139,7 +142,7 @@ def _wait(nodes: Sequence[_Node], received: list[int]) -> int:
             running.remove(node)
             if node.exit_code and failed is None:
                 failed, failed_at = node, time.monotonic()
-        if failed is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+        if failed is not None and not is_elastic and time.monotonic() - failed_at > GRACE_SECONDS:
             for node in running:
                 node.stop()
             if time.monotonic() - failed_at > LOST_SECONDS:
@@ -149,7 +152,7 @@ def _wait(nodes: Sequence[_Node], received: list[int]) -> int:
                 break
     if received:
         return 128 + received[0]
-    if failed is None:
+    if failed is None or (is_elastic and any(node.exit_code == 0 for node in nodes)):
         return 0
     if failed.is_remote and failed.exit_code == _EXIT_OF_SSH:
         print_error(f"onefold: the connection to {failed.name} failed. Check `ssh {failed.name} true`.")
