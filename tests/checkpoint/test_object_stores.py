@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from models import config, rank, start
+from models import config, more, rank, start
 from object_store import BUCKET, ENVIRONMENT, MISSING, SKIP, ObjectStore
 from torch import nn
 
@@ -115,10 +115,10 @@ def memory_case(folder: str) -> None:
     [digested] = saved(folder, {})
     path, steps, client_state, again = resumed(folder, {})
     assert (path, steps, client_state, again) == (str(place(folder) / "global_step1"), 1, {"number": 0}, digested)
-    _, *more = saved(f"{folder}/more", {}, 3, background=True, checkpoint={"keep_last": 2})
+    _, *later = saved(f"{folder}/more", {}, 3, background=True, checkpoint={"keep_last": 2})
     assert {found.tag for found in list_tags(place(f"{folder}/more"))} == {"global_step2", "global_step3"}
-    assert resumed(f"{folder}/more", {})[3] == more[-1]
-    assert resumed(f"{folder}/more", {}, tag="global_step2")[3] == more[0]
+    assert resumed(f"{folder}/more", {})[3] == later[-1]
+    assert resumed(f"{folder}/more", {}, tag="global_step2")[3] == later[0]
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
@@ -300,6 +300,7 @@ def test_the_manifest_follows_all_parts_in_one_request(on_ranks: OnRanks, s3: Ob
 
 
 @needs_server
+@pytest.mark.slow
 def test_background_saves_and_retention(on_ranks: OnRanks, s3: ObjectStore) -> None:
     url = f"s3://{BUCKET}/many"
     digests = on_ranks(2, saved, url, s3.environment, 4, background=True, checkpoint={"keep_last": 2})
@@ -363,6 +364,7 @@ def heard(url: str, environment: dict[str, str]) -> tuple[str, str]:
 
 
 @needs_server
+@pytest.mark.slow
 def test_credentials_are_in_no_log_and_no_file(on_ranks: OnRanks, s3: ObjectStore) -> None:
     [(words, manifest)] = on_ranks(1, heard, f"s3://{BUCKET}/secret", s3.environment)
     assert "cannot save to s3://no-such-bucket/run, tag global_step1" in words
@@ -371,6 +373,7 @@ def test_credentials_are_in_no_log_and_no_file(on_ranks: OnRanks, s3: ObjectStor
 
 
 @needs_server
+@pytest.mark.slow
 def test_requests_that_fail_for_a_moment_are_repeated(on_ranks: OnRanks, s3: ObjectStore) -> None:
     url = f"s3://{BUCKET}/moment"
     faults = [
@@ -432,7 +435,7 @@ def saver(url: str, steps: int) -> subprocess.Popen[str]:
 
 @needs_server
 @pytest.mark.program
-@pytest.mark.parametrize("held", ["safetensors", "manifest.json", "latest"])
+@pytest.mark.parametrize("held", [more("safetensors"), "manifest.json", more("latest")])
 def test_a_kill_before_the_manifest_leaves_the_previous_checkpoint(s3: ObjectStore, held: str) -> None:
     """The process is killed while the server holds the request that uploads this object of the second step."""
     run = f"kill-{held.partition('.')[0]}"
@@ -459,12 +462,12 @@ def test_a_kill_before_the_manifest_leaves_the_previous_checkpoint(s3: ObjectSto
 @pytest.mark.slow
 @pytest.mark.program
 def test_kills_at_any_moment_lose_no_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
-    """Fifteen kills, at requests that are chosen by number. Every published checkpoint stays loadable."""
+    """Eight kills, at requests that are chosen by number. Every published checkpoint stays loadable."""
     url = f"s3://{BUCKET}/kills"
     reached = 0
-    for number in range(15):
+    for number in range(8):
         before = sum(request["fault"] == "hold" for request in s3.requests())
-        with s3.faults({"method": "PUT", "path": "/kills/", "fault": "hold", "skip": 7 + number}):
+        with s3.faults({"method": "PUT", "path": "/kills/", "fault": "hold", "skip": 7 + 3 * number}):
             process = saver(url, 1000)
             s3.await_held(before + 1)
             process.kill()
@@ -479,6 +482,7 @@ def test_kills_at_any_moment_lose_no_checkpoint(s3: ObjectStore, tmp_path: Path)
 
 
 @needs_server
+@pytest.mark.slow
 def test_weights_are_exported_from_a_url(on_ranks: OnRanks, s3: ObjectStore, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/export"
     on_ranks(2, saved, url, s3.environment)
