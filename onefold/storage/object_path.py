@@ -233,8 +233,17 @@ class ObjectUpload:
         self._written += len(data)
 
     def finish(self) -> int:
-        """Complete the upload and return the size of the object."""
-        self._path._call(lambda fs, key: self._file.close())
+        """Complete the upload and return the size of the object.
+
+        If the answer of the store was lost, some stores refuse the repeated request, although the object exists.
+        """
+        try:
+            self._path._call(lambda fs, key: self._file.close())
+        except OSError:
+            with suppress(OSError):
+                self._finished = self._path.size() == self._written
+            if not self._finished:
+                raise
         self._finished = True
         return self._written
 
