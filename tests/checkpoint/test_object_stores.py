@@ -26,9 +26,11 @@ from onefold.checkpoint.format.folder import list_tags, remove
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.saving.rank_shard_writer import SaveError
 from onefold.checkpoint.tools.export import export
+from onefold.config import ConfigError, load_config
 from onefold.storage.object_path import ObjectPath, StorageError
 from onefold.storage.place import local_path, open_file, place
 from onefold.tools.cli.main import main as command
+from onefold.tools.train.options import OptionError, TrainOptions, check_inputs
 from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 OnRanks = Callable[..., list[Any]]
@@ -490,3 +492,28 @@ def test_weights_are_exported_from_a_url(on_ranks: OnRanks, s3: ObjectStore, tmp
     assert str(exported.checkpoint) == f"{url}/global_step1"
     with pytest.raises(StorageError, match="the folder of an export"):
         export(url, f"{url}/out")
+
+
+def test_records_and_exports_of_other_kinds_refuse_a_url() -> None:
+    with pytest.raises(ConfigError, match="onefold.report = 's3://bucket/run': must be a path of a file system"):
+        load_config({"train_batch_size": 1, "onefold": {"report": "s3://bucket/run"}})
+    with pytest.raises(StorageError, match="the weights s3://bucket/run: must be a path"):
+        onefold.zero.load_safetensors(nn.Linear(1, 1), "s3://bucket/run")
+    with pytest.raises(OptionError, match="--out s3://bucket/run: must be a path.*Give a URL as --checkpoints"):
+        check_inputs(TrainOptions(out="s3://bucket/run"))
+    with pytest.raises(OptionError, match="must not contain a user"):
+        check_inputs(TrainOptions(checkpoints="s3://a:b@bucket/run"))
+
+
+@needs_server
+@pytest.mark.slow
+@pytest.mark.program
+def test_onefold_train_resumes_from_a_url(s3: ObjectStore, tmp_path: Path) -> None:
+    def train(*flags: str) -> str:
+        command = [sys.executable, "-m", "onefold.tools.cli", "train", "--ranks", "2", "--sample-length", "0", *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    out, url = str(tmp_path / "run"), f"s3://{BUCKET}/train"
+    train("--preset", "tiny", "--steps", "2", "--save-every", "2", "--no-save", "--out", out, "--checkpoints", url)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "resuming after step 2, from s3://runs/train/global_step2" in train("--resume", out, "--steps", "3")
