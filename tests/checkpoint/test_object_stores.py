@@ -495,11 +495,11 @@ def test_weights_are_exported_from_a_url(on_ranks: OnRanks, s3: ObjectStore, tmp
 
 
 def test_records_and_exports_of_other_kinds_refuse_a_url() -> None:
-    with pytest.raises(ConfigError, match="onefold.report = 's3://bucket/run': must be a path of a file system"):
+    with pytest.raises(ConfigError, match=r"onefold\.report = 's3://bucket/run': must be a path of a file system"):
         load_config({"train_batch_size": 1, "onefold": {"report": "s3://bucket/run"}})
     with pytest.raises(StorageError, match="the weights s3://bucket/run: must be a path"):
         onefold.zero.load_safetensors(nn.Linear(1, 1), "s3://bucket/run")
-    with pytest.raises(OptionError, match="--out s3://bucket/run: must be a path.*Give a URL as --checkpoints"):
+    with pytest.raises(OptionError, match=r"--out s3://bucket/run: must be a path.*Give a URL as --checkpoints"):
         check_inputs(TrainOptions(out="s3://bucket/run"))
     with pytest.raises(OptionError, match="must not contain a user"):
         check_inputs(TrainOptions(checkpoints="s3://a:b@bucket/run"))
@@ -510,7 +510,17 @@ def test_records_and_exports_of_other_kinds_refuse_a_url() -> None:
 @pytest.mark.program
 def test_onefold_train_resumes_from_a_url(s3: ObjectStore, tmp_path: Path) -> None:
     def train(*flags: str) -> str:
-        command = [sys.executable, "-m", "onefold.tools.cli", "train", "--ranks", "2", "--sample-length", "0", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "onefold.tools.cli.main",
+            "train",
+            "--ranks",
+            "2",
+            "--sample-length",
+            "0",
+            *flags,
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     out, url = str(tmp_path / "run"), f"s3://{BUCKET}/train"

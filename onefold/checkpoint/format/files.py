@@ -7,8 +7,6 @@ import math
 import re
 from typing import Any
 
-from onefold.disk_waits import waiting_for_disk
-
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or incompatible. The message names the file, the problem and the fix."""

@@ -128,14 +128,14 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         sums = []
         for tile in _tiles(slot.buffer):
             sums.append(checksum(tile))
-            with waiting_for_disk("the write of", self._path):
+            with waiting_for_disk("the write of", str(self._path)):
                 self._file.write(tile, offset)
             offset += len(tile)
         self._parts[name] = StoredPart(0, slot.start, slot.stop, start, tuple(sums))
 
     def close(self, own: Any) -> ShardRecord:
         """Flush the file and return its record. `own` is the per-rank state."""
-        with waiting_for_disk("the flush of", self._path):
+        with waiting_for_disk("the flush of", str(self._path)):
             nbytes = self._file.finish()
         parts = tuple((slot.name, slot.dtype, slot.shape, self._parts[name]) for name, slot in self._slots.items())
         shown = f"{self._path.parent.name}/{self._path.name}"
@@ -278,7 +278,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             self._last.release()
         self._last = opened
         try:
-            with waiting_for_disk("the read of", file):
+            with waiting_for_disk("the read of", str(file)):
                 got = opened.read_into(data, offset)
         except OSError as error:  # includes a removed file on a network file system
             raise self._unreadable(file, error) from error
