@@ -1,10 +1,12 @@
 """Saving and loading beside `torch.save` a rank and torch.distributed.checkpoint: `python -m benchmarks.checkpoints`.
 
 All hold the same bytes (fp32 weights and both Adam moments, each rank its half), all flush files to the disk, onefold
-also takes and checks checksums. A background save is measured twice: the stall of the training loop (for onefold the
-call, and what the next step waits for the copy of optimizer states, which goes on beside its forward and backward), and
-until it is on disk (for onefold with that step in it). Extra memory is the high-water mark of resident memory during a
-save, above what was resident before it.
+also takes and checks checksums. `--store s3://bucket/run` lets onefold save to an object store.
+
+A background save is measured twice: the stall of the training loop (for onefold the call, and what the next step waits
+for the copy of optimizer states, which goes on beside its forward and backward), and until it is on disk (for onefold
+with that step in it). Extra memory is the high-water mark of resident memory during a save, above what was resident
+before it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import socket
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from benchmarks.model import GPT, PRESETS, make_batch
 from benchmarks.systems import NOTHING_KEPT, Workload, adamw, zero_config
 from benchmarks.table import describe_run, format_table
 from benchmarks.worker import peak_resident_mb
+from onefold.storage.place import place, remove_tree, tree_size
 
 SYSTEMS = ("torch.save", "dcp", "dcp-async", "onefold", "onefold-async")
 Timed = dict[str, float]
@@ -201,7 +203,9 @@ BUILD = {
 }
 
 
-def run_rank(system: str, workload: Workload, folder: Path, repeats: int, result: Path) -> None:
+def run_rank(
+    system: str, workload: Workload, folder: Path, repeats: int, result: Path, store: str | None = None
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if workload.device == "cuda" else "gloo")
     torch.manual_seed(0)
@@ -209,13 +213,13 @@ def run_rank(system: str, workload: Workload, folder: Path, repeats: int, result
     rows: list[Timed] = []
     extra = 0.0
     for repeat in range(repeats + 1):  # the first one warms up, and may make buffers that stay
-        target = folder / str(repeat)
+        target: Any = place(store) / str(repeat) if store else folder / str(repeat)
         row = save(target)
         row["load"] = load(target)
         row["extra"] = extra = max(extra, row["extra"])
         if dist.get_rank() == 0:
-            row["mb"] = sum(file.stat().st_size for file in target.rglob("*") if file.is_file()) / 1e6
-            shutil.rmtree(target)
+            row["mb"] = tree_size(target) / 1e6
+            remove_tree(target)
         if repeat:
             rows.append(row)
     if dist.get_rank() == 0:
@@ -224,13 +228,15 @@ def run_rank(system: str, workload: Workload, folder: Path, repeats: int, result
     dist.destroy_process_group()
 
 
-def run(system: str, workload: Workload, ranks: int, repeats: int, folder: Path) -> list[Timed]:
+def run(
+    system: str, workload: Workload, ranks: int, repeats: int, folder: Path, store: str | None = None
+) -> list[Timed]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory(dir=folder) as results:
         shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        shared |= {"OMP_NUM_THREADS": "1", "BENCH": json.dumps([system, vars(workload), place, repeats])}
+        shared |= {"OMP_NUM_THREADS": "1", "BENCH": json.dumps([system, vars(workload), results, repeats, store])}
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.checkpoints"],
@@ -242,16 +248,16 @@ def run(system: str, workload: Workload, ranks: int, repeats: int, folder: Path)
         errors = [process.communicate()[1] for process in processes]
         if any(process.returncode for process in processes):
             raise SystemExit(f"{system}:\n" + b"\n".join(errors).decode())
-        measured = [json.loads(Path(place, f"{rank}.json").read_text()) for rank in range(ranks)]
+        measured = [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(ranks)]
     # The slowest rank counts.
     return [{key: max(row.get(key, 0.0) for row in rows) for key in rows[0]} for rows in zip(*measured, strict=True)]
 
 
 def main() -> None:
     if "BENCH" in os.environ:
-        system, workload, place, repeats = json.loads(os.environ["BENCH"])
-        result = Path(place, f"{os.environ['RANK']}.json")
-        run_rank(system, Workload(**workload), Path(place), repeats, result)
+        system, workload, results, repeats, store = json.loads(os.environ["BENCH"])
+        result = Path(results, f"{os.environ['RANK']}.json")
+        run_rank(system, Workload(**workload), Path(results), repeats, result, store)
         return
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="120m")
@@ -262,14 +268,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="what onefold computes in")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to save")
+    parser.add_argument("--store", help="the URL of an object store to save to; with --systems onefold,onefold-async")
     parser.add_argument("--report", type=Path, help="also write a dated report here")
     options = parser.parse_args()
     systems = options.systems.split(",")
+    if options.store and not all(system.startswith("onefold") for system in systems):
+        parser.error("--store needs --systems onefold, onefold-async or both")
     workload = Workload(options.preset, options.dtype, 1, 64, 1, 0, options.device)
     rows: dict[str, list[Timed]] = {system: [] for system in systems}
     for round_index in range(options.rounds):
         for system in systems[round_index % len(systems) :] + systems[: round_index % len(systems)]:
-            rows[system] += run(system, workload, options.ranks, options.repeats, options.folder)
+            rows[system] += run(system, workload, options.ranks, options.repeats, options.folder, options.store)
             print(f"round {round_index + 1}, {system}: {rows[system][-1]}", flush=True)
 
     def cell(system: str, key: str, form: str) -> str:

@@ -293,14 +293,14 @@ MUTATIONS = [
     ),
     Mutation(
         "no-fsync-of-what-is-renamed",
-        "onefold/checkpoint/format/files.py",
+        "onefold/storage/place.py",
         "            os.fsync(file.fileno())\n",
         "",
         "test_checkpoint_ranges.py -k flushed",
     ),
     Mutation(
         "no-fsync-of-data",
-        "onefold/checkpoint/format/shard_files.py",
+        "onefold/storage/place.py",
         "            os.fsync(self._file.fileno())\n",
         "",
         "test_checkpoint_ranges.py -k flushed",

@@ -92,6 +92,8 @@ def _folder(path: str, given: str) -> str:
     folder = os.path.expanduser(os.path.expandvars(given.strip()))
     if not folder:
         raise wrong(path, given, "the name of a folder")
+    if "://" in folder:
+        raise ConfigError(f"{path} = {given!r}: must be a path of a file system, not a URL")
     if "$" in folder or folder.startswith("~"):
         raise ConfigError(
             f"{path} = {given!r}: {folder!r} contains a variable or a user that is not known on this node; export the "

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.runtime import unsharded
+from onefold.storage.place import Place, absolute, place
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,17 @@ class CheckpointLoader:
         }
         advice = "Call load_checkpoint with the same arguments on every rank"
         assert_same_by_exchange(state.schedule.agreement, "load_checkpoint", [("the call", given)], advice)
-        names, tried = self._candidates(Path(load_dir), tag), list[str]()
+        names, tried = self._candidates(load_dir, tag), list[str]()
         while names:
             with ExitStack() as stack:
-                problem, found = self._read(Path(load_dir, names[0]), options, stack)
+                problem, found = self._read(place(load_dir) / names[0], options, stack)
                 if found is not None:
                     if options.optimizer and custom is None:
-                        self._saver.last = found.checkpoint.folder.absolute()
+                        self._saver.last = absolute(found.checkpoint.folder)
                     return str(found.checkpoint.folder), self._finish(found, options)
             tried.append(names.pop(0))
             if not names and tag is None:  # another running job may have saved new ones and removed these
-                names = self._candidates(Path(load_dir), tag, tried)
+                names = self._candidates(load_dir, tag, tried)
             if not names:
                 other = "" if tag is not None else f". {load_dir} has no other complete checkpoint"
                 raise CheckpointError(f"{problem}{other}")
@@ -147,12 +147,12 @@ class CheckpointLoader:
         if self._state.group.rank == 0:
             logger.warning("%s", message)
 
-    def _candidates(self, load_dir: Path, tag: str | None, tried: Sequence[str] = ()) -> list[str]:
+    def _candidates(self, load_dir: str, tag: str | None, tried: Sequence[str] = ()) -> list[str]:
         """Return the tags to try, best first, as rank 0 finds them. Return none if there is nothing to load."""
         text = error = ""
         if self._state.group.rank == 0:
             try:
-                text = "\n".join(_find_candidates(load_dir, tag, tried))
+                text = "\n".join(_find_candidates(place(load_dir), tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
         published = self._state.schedule.agreement.broadcast_text("load_checkpoint", f"{error}\0{text}")
@@ -161,7 +161,7 @@ class CheckpointLoader:
             raise CheckpointError(error)
         return text.split("\n") if text else []
 
-    def _read(self, path: Path, options: LoadOptions, stack: ExitStack) -> tuple[str, OpenCheckpoint | None]:
+    def _read(self, path: Place, options: LoadOptions, stack: ExitStack) -> tuple[str, OpenCheckpoint | None]:
         """Read what this rank needs of a checkpoint.
 
         Return a description of the damage and None if any rank finds the checkpoint damaged.
@@ -389,7 +389,7 @@ def _kind(optimizer: str) -> str:
     return "adam" if name in ("adam", "adamw", "fusedadam", "deepspeedcpuadam") else name
 
 
-def _find_candidates(load_dir: Path, tag: str | None, tried: Sequence[str]) -> Sequence[str]:
+def _find_candidates(load_dir: Place, tag: str | None, tried: Sequence[str]) -> Sequence[str]:
     """Return the tags of complete checkpoints in a folder, best first. Raise if all of them are damaged."""
     found, warnings = folder.choose(load_dir, tag)
     if tried:  # warnings about the others were logged before

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from onefold.checkpoint.state.weights import consolidate, save_weights
 from onefold.comm import Board
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
+from onefold.storage.place import Place, absolute, place
 from onefold.version import __version__
 
 
@@ -40,7 +40,7 @@ class CheckpointSaver:
         name = state.schedule.agreement.broadcast_text("the name of the engine", secrets.token_hex(8))
         self.pointer_files: list[str] = []
         """Names of files that other tools look for in a checkpoint. Each refers to the manifest."""
-        self.last: Path | None = None
+        self.last: Place | None = None
         """The folder of the last checkpoint that the program has saved, or loaded as a whole, on this rank."""
         self.refuses_open_window = True
         """Whether a save inside an accumulation window raises. Otherwise it warns."""
@@ -95,7 +95,7 @@ class CheckpointSaver:
         self.coordinator.save(
             options, lambda: self._header(client_state, exclude_frozen), lambda theirs: self._validate_tag(tag, theirs)
         )
-        self.last = Path(save_dir, tag).absolute()
+        self.last = absolute(place(save_dir) / tag)
 
     def whole_state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """Return the unsharded state dict of the model. See `Engine.module_state_dict`."""
@@ -249,7 +249,7 @@ class CheckpointSaver:
 
 
 def _finish_folder(
-    pointer_files: list[str], tag_folder: Path, *, keep_last: int | None, keep_every: int | None
+    pointer_files: list[str], tag_folder: Place, *, keep_last: int | None, keep_every: int | None
 ) -> None:
     """Write the pointer files of a published checkpoint, and remove old checkpoints."""
     put_pointer_files(tag_folder, pointer_files)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from onefold.engine.checkpoint_loader import CheckpointLoader
 from onefold.engine.checkpoint_saver import CheckpointSaver
@@ -11,6 +10,7 @@ from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.recovery.refused_step import RefusedStepError
 from onefold.recovery.rollback_limit import RollbackLimit
+from onefold.storage.place import Place, place
 
 
 class StepGuards:
@@ -59,13 +59,13 @@ class StepGuards:
                 refused.problem, reached, state.global_steps, path, self._limit.count, self._limit.maximum,
             )  # fmt: skip
 
-    def _last_checkpoint(self) -> Path | None:
+    def _last_checkpoint(self) -> Place | None:
         """Return the folder of the last checkpoint on this rank. A collective call.
 
         Rank 0 decides, because it may have saved alone. The folders of the ranks may have different paths.
         """
         mine = self._saver.last
         text = self._state.schedule.agreement.broadcast_text("a rollback", str(mine) if mine is not None else "")
-        if mine is not None and mine.name == Path(text).name:
+        if mine is not None and text and mine.name == place(text).name:
             return mine
-        return Path(text) if text else None
+        return place(text) if text else None

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from onefold.checkpoint.format.manifest import Manifest
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.tools.export import ExportError, WeightSelection, export, read_one, spell_names
 from onefold.log import logger
+from onefold.storage.place import Place
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 class LazyTensor:
     """A tensor that is still on disk; `contiguous` reads it. Tied names have the same one."""
 
-    def __init__(self, folder: Path, manifest: Manifest, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, name: str, dtype: torch.dtype) -> None:
         self._folder, self._manifest, self._name = folder, manifest, name
         self.shape = torch.Size(manifest.tensors[name].shape)
         self.dtype = dtype

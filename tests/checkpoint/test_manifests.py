@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.checkpoint.deepspeed.zero_checkpoint import import_deepspeed
-from onefold.checkpoint.format.files import CheckpointError, RemovedError, open_regular
+from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.folder import read_latest, removal, remove
 from onefold.checkpoint.format.manifest import MAX_BYTES, NOT_STORED, Manifest, without_secrets
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader
@@ -38,6 +38,7 @@ from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.loading.load import MisfitError
 from onefold.checkpoint.tools import audit
 from onefold.checkpoint.tools.export import export
+from onefold.storage.place import open_file
 from onefold.tools.cli.main import main as command
 from onefold.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -591,14 +592,14 @@ def test_a_reader_is_told_that_its_checkpoint_was_removed(saved: Path, tmp_path:
 @contextmanager
 def removed_at(folder: Path, tag: str, call: str) -> Iterator[None]:
     """The tag goes when a file of its data is first opened: after its manifest was read."""
-    works = open_regular
+    works = open_file
 
-    def opens(path: Any) -> int:
+    def opens(path: Any) -> Any:
         if tag in Path(path).parts and "data-" in str(path) and (folder / tag).exists():
             remove(folder / tag)
         return works(path)
 
-    with mock.patch(f"onefold.checkpoint.{call}.open_regular", opens):
+    with mock.patch(f"onefold.checkpoint.{call}.open_file", opens):
         yield
 
 
@@ -649,9 +650,9 @@ def test_without_a_tag_a_reader_takes_what_is_left(
 
 def load_beside(folder: str, spare: str) -> Any:
     """A job saves "three" and removes "one", the only other, while it is loaded here."""
-    works = open_regular
+    works = open_file
 
-    def opens(path: Any) -> int:
+    def opens(path: Any) -> Any:
         if "data-" in str(path) and "one" in Path(path).parts and Path(spare).exists():
             Path(spare).rename(Path(folder, "three"))
             Path(folder, "latest").write_text("three")
@@ -659,7 +660,7 @@ def load_beside(folder: str, spare: str) -> Any:
         return works(path)
 
     engine = engine_of(2)
-    with mock.patch(f"{FORMAT}.shard_files.open_regular", opens) if rank() == 0 else nullcontext():
+    with mock.patch(f"{FORMAT}.shard_files.open_file", opens) if rank() == 0 else nullcontext():
         path, _ = engine.load_checkpoint(folder)
     return path, told_by(lambda: engine.load_checkpoint(folder, "one"))
 

@@ -27,6 +27,7 @@ LAYERS = {
     "recorder": 0,
     "redaction": 0,
     "stop_signals": 0,
+    "storage": 0,
     "version": 0,
     "plan": 0,
     "comm": 1,
@@ -255,6 +256,7 @@ BUDGETS = {
     "moe": 370,
     "sequence": 1_300,
     "tools": 10_400,
+    "storage": 520,
     "top": 2_540,
     "utils": 550,
 }

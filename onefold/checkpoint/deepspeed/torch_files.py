@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.checkpoint.format.files import open_regular
+from onefold.storage.place import open_regular
 
 # Limits that valid files never reach: nesting depth, and visited containers (with repetitions) per byte of the pickle.
 MAX_DEPTH, MAX_REPETITION = 100, 100

@@ -20,8 +20,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -32,10 +32,11 @@ import torch
 
 from onefold.checkpoint.deepspeed.torch_files import StandIn, read_torch_file
 from onefold.checkpoint.format import plain_data
-from onefold.checkpoint.format.files import CheckpointError, read_small
+from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.folder import check_tag, clean, is_deepspeeds, new_data_folder, publish
 from onefold.checkpoint.format.manifest import NAME, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardWriter, Slot
+from onefold.storage.place import local_path, read_small, remove_tree
 
 MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -126,7 +127,7 @@ class DeepSpeedCheckpoint:
 
 def read_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
     """Open the checkpoint `tag` of a folder that DeepSpeed saved to, by default its latest."""
-    where = _find(Path(folder), tag)
+    where = _find(local_path(folder, "a checkpoint of DeepSpeed"), tag)
     try:
         return _build(where, _open(where))
     except (LookupError, TypeError, AttributeError) as error:
@@ -441,7 +442,7 @@ def import_deepspeed(
 ) -> Imported:
     """Convert a DeepSpeed checkpoint (stages 1, 2, 3) to OUT/TAG and OUT/latest. The source is not modified."""
     found = read_checkpoint(source, tag)
-    save_dir, name = Path(os.path.abspath(out)), check_tag(found.folder.name)
+    save_dir, name = Path(os.path.abspath(local_path(out, "OUT"))), check_tag(found.folder.name)
     if is_deepspeeds(save_dir / name):
         raise CheckpointError(f"{save_dir / name} contains files of DeepSpeed. Give another folder for OUT.")
     client_state, left_out = _plain(found.state["client_state"])
@@ -474,7 +475,8 @@ def import_deepspeed(
             )
             publish(save_dir, manifest, save_latest=True)
         except BaseException:
-            shutil.rmtree(data, ignore_errors=True)
+            with suppress(OSError):
+                remove_tree(data)
             raise
     clean(save_dir / name)
     return Imported(save_dir / name, found, record.file.nbytes, left_out)

@@ -1,23 +1,11 @@
-"""Safe access to the files of a checkpoint: open regular files only, and check JSON field by field.
-
-The folder of a checkpoint may be untrusted. Opening a FIFO would block forever, and reading a device would exhaust
-memory. Files are therefore opened without blocking, and their type is checked before they are read.
-"""
+"""Errors of damaged checkpoints, and checks of untrusted JSON field by field."""
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import re
-import secrets
-import stat
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-from onefold.disk_waits import waiting_for_disk
 
 
 class CheckpointError(ValueError):
@@ -26,91 +14,6 @@ class CheckpointError(ValueError):
 
 class RemovedError(CheckpointError):
     """A checkpoint was removed or replaced by another process while it was read."""
-
-
-# -- regular files -----------------------------------------------------------------------------------------------------
-
-_KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-}  # fmt: skip
-
-
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file, or a link to one, and return its descriptor. Raise an OSError for other file types."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        what = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {what}, not a regular file", os.fspath(path))
-    return descriptor
-
-
-def read_small(path: Path, most: int) -> bytes:
-    """Read a whole regular file of at most `most` bytes."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(size + 1) if size <= most else b""  # allocates as much as is asked for
-    if max(size, len(data)) > most:
-        raise OSError(errno.EFBIG, f"it has {max(size, len(data))} bytes, more than the limit of {most}", str(path))
-    return data
-
-
-def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill the buffer from a file and return the number of bytes read. The kernel reads at most 2 GiB per call."""
-    done = 0
-    while done < len(buffer) and (got := os.preadv(descriptor, [buffer[done:]], offset + done)):
-        done += got
-    return done
-
-
-def reason(error: Exception) -> str:
-    """Return the reason of an OSError without the path, or the message of another error."""
-    return getattr(error, "strerror", None) or str(error)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with waiting_for_disk("the flush of", path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_mode(folder: Path) -> int:
-    """Return the mode of new files in a folder: 0600 if no other user can enter it, otherwise what the umask leaves."""
-    return 0o666 if stat.S_IMODE(folder.stat().st_mode) & 0o077 else 0o600
-
-
-def make_private_folder(path: Path) -> None:
-    """Create a folder that no other user can enter, with its parents if they do not exist."""
-    for folder in (*reversed(path.parents), path):
-        if folder == path or not folder.exists():
-            with suppress(FileExistsError):  # another rank has created it
-                folder.mkdir(0o700)
-
-
-def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
-    """Write a file atomically: after a crash it has either the old content or the new content.
-
-    The mode is that of new files in its folder unless another one is given.
-    """
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
-    mode = file_mode(path.parent) if mode is None else mode
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with waiting_for_disk("the write of", path), os.fdopen(os.open(partial, flags, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 # -- JSON fields -------------------------------------------------------------------------------------------------------

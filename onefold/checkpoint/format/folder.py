@@ -5,6 +5,10 @@ A save writes its data to a new folder (`data-...`) inside the folder of the tag
 The rename of the manifest then switches the tag atomically from the old data to the new data. `latest` is replaced by a
 rename too. Data folders that no manifest refers to are removed last. The job that writes a data folder holds a lock on
 it, so that other jobs do not remove it. The lock is released when the process exits.
+
+In an object store, a request that replaces the manifest takes the place of the rename. There are no locks: the object
+`.lock` marks a data folder that is being written. It is removed at the end of the save, and ignored after a day,
+because a killed job leaves it.
 """
 
 from __future__ import annotations
@@ -14,26 +18,28 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from onefold.checkpoint.format.files import (
-    CheckpointError,
+from onefold.checkpoint.format.files import CheckpointError
+from onefold.checkpoint.format.manifest import NAME, Manifest, ShardFile, checksum
+from onefold.storage.object_path import ObjectPath, StorageError
+from onefold.storage.place import (
+    Place,
     file_mode,
     make_private_folder,
-    open_regular,
-    read_into,
+    open_file,
     read_small,
     reason,
+    remove_tree,
     replace_file,
     sync,
 )
-from onefold.checkpoint.format.manifest import NAME, Manifest, checksum
 
 LATEST = "latest"
 # DeepSpeed puts a script of this name next to its checkpoints, and users expect it there.
@@ -55,11 +61,14 @@ _DEEPSPEEDS_FILES = "*_states.pt"
 _POINTER = b'{"format": "onefold-checkpoint", "see": "manifest.json"}\n'
 _MAX_LATEST_BYTES = 4096
 _DATA = re.compile(r"data-\d{8}T\d{6}-[0-9a-f]{8}")
-_LOCK = ".lock"
+_TIME = "%Y%m%dT%H%M%S"
+LOCK = ".lock"
 _PARTIAL = re.compile(rf"\.(manifest\.json|latest|zero_to_fp32\.py)-[0-9a-f]{{8}}\.partial|\.{_DATA.pattern}")
 _STALE_SECONDS = 600
-# On a file system without locks, data folders that were not modified for this long count as abandoned.
+# Without locks, data folders that were not modified for this long count as abandoned.
 _ABANDONED_SECONDS = 24 * 3600
+# Files of one checkpoint that are examined at the same time.
+_MOST_REQUESTS = 16
 
 
 def check_tag(tag: object) -> str:
@@ -73,7 +82,7 @@ def check_tag(tag: object) -> str:
     return name
 
 
-def data_folders(tag_folder: Path) -> list[str]:
+def data_folders(tag_folder: Place) -> list[str]:
     """Return the names of all data folders of a tag, published or not."""
     with suppress(FileNotFoundError):  # removed in the meantime
         return sorted(entry.name for entry in tag_folder.iterdir() if _DATA.fullmatch(entry.name) and entry.is_dir())
@@ -81,10 +90,15 @@ def data_folders(tag_folder: Path) -> list[str]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Place) -> Iterator[bool]:
     """Hold the lock of a data folder, and yield whether it was acquired. It is released when the process exits."""
+    if isinstance(folder, ObjectPath):
+        started = datetime.strptime(folder.name[len("data-") : -len("-00000000")], _TIME).replace(tzinfo=UTC)
+        age = (datetime.now(UTC) - started).total_seconds()
+        yield age > _ABANDONED_SECONDS or not (folder / LOCK).exists()
+        return
     with os.fdopen(
-        os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644 & file_mode(folder)), "rb"
+        os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644 & file_mode(folder)), "rb"
     ) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,12 +113,26 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def new_data_folder(tag_folder: Path, *, private: bool = False) -> Iterator[Path]:
+def new_data_folder(tag_folder: Place, *, private: bool = False) -> Iterator[Place]:
     """Create a uniquely named data folder for one save, and hold its lock.
 
     With `private`, no other user can enter the folders of the tag, and files in them are created for this user only.
     """
-    name = f"data-{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+    name = f"data-{datetime.now(UTC).strftime(_TIME)}-{secrets.token_hex(4)}"
+    if isinstance(tag_folder, ObjectPath):
+        if private:
+            raise StorageError(
+                f"checkpoint.private: {tag_folder} is in an object store, whose objects have no modes. Restrict the "
+                "access to the bucket instead, and remove the key."
+            )
+        data = tag_folder / name
+        (data / LOCK).write_bytes(b"")
+        try:
+            yield data
+        finally:
+            with suppress(OSError):  # the mark of a lost connection is ignored after a day
+                (data / LOCK).unlink(missing_ok=True)
+        return
     # The folder is renamed after it is locked, so that other jobs never see it unlocked.
     hidden = tag_folder / f".{name}"
     if private:
@@ -117,15 +145,16 @@ def new_data_folder(tag_folder: Path, *, private: bool = False) -> Iterator[Path
         yield tag_folder / name
 
 
-def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
+def publish(save_dir: Place, manifest: Manifest, *, save_latest: bool) -> None:
     """Publish a manifest whose data files have been flushed, by renaming it into the folder of its tag."""
     tag_folder = save_dir / manifest.tag
     script = save_dir / SCRIPT_NAME
     if not script.exists():
         replace_file(script, SCRIPT)
         with suppress(OSError):  # some file systems do not support modes
-            mode = script.stat().st_mode
-            script.chmod(mode | (mode & 0o444) >> 2)  # make it executable for users who may read it
+            if isinstance(script, Path):
+                mode = script.stat().st_mode
+                script.chmod(mode | (mode & 0o444) >> 2)  # make it executable for users who may read it
     for folder in [*(tag_folder / name for name in manifest.data_folders), tag_folder, save_dir]:
         sync(folder)
     with suppress(PermissionError):  # the parent folder may not be readable
@@ -135,20 +164,20 @@ def publish(save_dir: Path, manifest: Manifest, *, save_latest: bool) -> None:
         replace_file(save_dir / LATEST, manifest.tag.encode(), mode=file_mode(tag_folder))
 
 
-def put_pointer_files(tag_folder: Path, names: Sequence[str]) -> None:
+def put_pointer_files(tag_folder: Place, names: Sequence[str]) -> None:
     """Write files under the names by which other tools recognize a DeepSpeed checkpoint. They refer to the manifest."""
     for path in (tag_folder / name for name in names):
         if not path.exists():
             replace_file(path, _POINTER)
 
 
-def _is_pointer(path: Path) -> bool:
+def _is_pointer(path: Place) -> bool:
     with suppress(OSError):  # includes files that are too large
         return read_small(path, len(_POINTER)) == _POINTER
     return False
 
 
-def is_published(data: Path, *, as_latest: bool) -> bool:
+def is_published(data: Place, *, as_latest: bool) -> bool:
     """Return whether the tag's manifest refers to this data folder and, with `as_latest`, `latest` names the tag."""
     tag_folder = data.parent
     try:
@@ -158,20 +187,22 @@ def is_published(data: Path, *, as_latest: bool) -> bool:
         return False
 
 
-def clean(tag_folder: Path) -> None:
+def clean(tag_folder: Place) -> None:
     """Remove data folders that the tag's manifest does not refer to and that no job is writing."""
     for folder in [tag_folder / name for name in data_folders(tag_folder)]:
         with suppress(FileNotFoundError), locked(folder) as ours:
             # Read the manifest under the lock, because the previous holder may have published the folder.
             if ours and folder.name not in _named(tag_folder):
-                shutil.rmtree(folder)
+                remove_tree(folder)
+    if isinstance(tag_folder, ObjectPath):  # objects have no temporary names
+        return
     for entry in [*tag_folder.iterdir(), *tag_folder.parent.iterdir()]:
         with suppress(FileNotFoundError):
             if _PARTIAL.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                remove_tree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _named(tag_folder: Path) -> set[str]:
+def _named(tag_folder: Place) -> set[str]:
     try:
         return Manifest.read(tag_folder).data_folders
     except CheckpointError:
@@ -180,7 +211,7 @@ def _named(tag_folder: Path) -> set[str]:
         return set()
 
 
-def remove(tag_folder: Path) -> None:
+def remove(tag_folder: Place) -> None:
     """Remove a checkpoint: first its manifest, then its data. Files that onefold did not write are kept."""
     (tag_folder / NAME).unlink(missing_ok=True)
     for path in tag_folder.glob(_DEEPSPEEDS_FILES):
@@ -197,7 +228,7 @@ class FoundCheckpoint:
     """A checkpoint found in a folder, with its manifest or its problems."""
 
     tag: str
-    folder: Path
+    folder: Place
     manifest: Manifest | None
     problems: tuple[str, ...]
     removed: bool = False
@@ -209,35 +240,39 @@ class FoundCheckpoint:
         if self.manifest is not None:
             return (self.manifest.saved, self.manifest.global_steps, self.tag)
         with suppress(OSError):  # removed in the meantime
+            if isinstance(self.folder, ObjectPath):
+                return ("", 0, self.tag)
             return (datetime.fromtimestamp(self.folder.stat().st_mtime, UTC).isoformat(), 0, self.tag)
         return ("", 0, self.tag)
 
 
-def is_deepspeeds(path: Path) -> bool:
+def is_deepspeeds(path: Place) -> bool:
     """Return whether a folder contains a checkpoint that DeepSpeed wrote."""
     with suppress(FileNotFoundError):  # removed in the meantime
         return any(not _is_pointer(file) for file in path.glob("*_model_states.pt"))
     return False
 
 
-def is_tag_folder(folder: Path) -> bool:
+def is_tag_folder(folder: Place) -> bool:
     """Return whether a folder contains a published checkpoint, of onefold or of DeepSpeed."""
     return (folder / NAME).exists() or is_deepspeeds(folder)
 
 
-def examine(folder: Path) -> FoundCheckpoint:
+def examine(folder: Place) -> FoundCheckpoint:
     """Check whether a checkpoint is complete: its manifest, and the sizes and headers of all its files."""
     try:
         manifest = Manifest.read(folder)
     except (CheckpointError, OSError) as error:
         hint = f". It is DeepSpeed's: use onefold import-deepspeed {folder.parent} OUT" if is_deepspeeds(folder) else ""
         return FoundCheckpoint(folder.name, folder, None, (f"{error}{hint}",))
-    problems = tuple(_file_problems(folder, manifest))
+    with ThreadPoolExecutor(_MOST_REQUESTS) as pool:
+        found = pool.map(lambda file: _file_problem(folder / file.name, file), manifest.files)
+        problems = tuple(problem for problem in found if problem)
     gone = removal(folder, manifest) if problems else ""
     return FoundCheckpoint(folder.name, folder, manifest, (gone,) if gone else problems, removed=bool(gone))
 
 
-def removal(folder: Path, manifest: Manifest) -> str:
+def removal(folder: Place, manifest: Manifest) -> str:
     """Return an error message if a checkpoint was removed or replaced after its manifest was read, otherwise ""."""
     try:
         now = Manifest.read(folder)
@@ -253,26 +288,24 @@ def removal(folder: Path, manifest: Manifest) -> str:
     return f"{folder} was replaced by a new save while it was read. Read it again."
 
 
-def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for file in manifest.files:
-        path = folder / file.name
-        try:
-            with os.fdopen(open_regular(path), "rb", buffering=0) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                if size != file.nbytes:
-                    yield f"{path}: truncated or overwritten: it has {size} bytes, but {file.nbytes} were written"
-                    continue
-                header = memoryview(bytearray(file.header_bytes))
-                read_into(opened.fileno(), header, 0)
-            if checksum(header) != file.header_checksum:
-                yield f"{path}: the header is damaged: its checksum does not match"
-        except FileNotFoundError:
-            yield f"{path} is missing"
-        except OSError as error:
-            yield f"{path} cannot be read: {reason(error)}"
+def _file_problem(path: Place, file: ShardFile) -> str:
+    """Return what is wrong with the size or the header of a file, or "" if nothing is."""
+    try:
+        with open_file(path) as opened:
+            if opened.size != file.nbytes:
+                return f"{path}: truncated or overwritten: it has {opened.size} bytes, but {file.nbytes} were written"
+            header = memoryview(bytearray(file.header_bytes))
+            opened.read_into(header, 0)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {reason(error)}"
+    if checksum(header) != file.header_checksum:
+        return f"{path}: the header is damaged: its checksum does not match"
+    return ""
 
 
-def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
+def list_tags(save_dir: Place) -> list[FoundCheckpoint]:
     """List all onefold checkpoints in a folder, complete or not, newest first."""
     if not save_dir.is_dir():
         return []
@@ -286,7 +319,7 @@ def list_tags(save_dir: Path) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda tag: tag.age, reverse=True)
 
 
-def read_latest(save_dir: Path) -> str | None:
+def read_latest(save_dir: Place) -> str | None:
     """Return the tag that `latest` names, or None if there is no such file. Raise if its content is not a tag."""
     try:
         return check_tag(read_small(save_dir / LATEST, _MAX_LATEST_BYTES).decode().strip())
@@ -296,7 +329,7 @@ def read_latest(save_dir: Path) -> str | None:
         raise CheckpointError(f"{save_dir / LATEST} does not name a checkpoint: {reason(error)}") from None
 
 
-def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
+def latest_of(save_dir: Place) -> tuple[str | None, str | None]:
     """Return the tag that `latest` names and the problem with it, either of which may be None."""
     try:
         latest = read_latest(save_dir)
@@ -307,7 +340,7 @@ def latest_of(save_dir: Path) -> tuple[str | None, str | None]:
     return latest, None
 
 
-def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list[str]]:
+def choose(save_dir: Place, tag: str | None) -> tuple[list[FoundCheckpoint], list[str]]:
     """Return the checkpoints to try, in order of preference, and warnings.
 
     With `tag`, only that checkpoint is returned. Otherwise the checkpoint that `latest` names comes first, followed by
@@ -327,7 +360,7 @@ def choose(save_dir: Path, tag: str | None) -> tuple[list[FoundCheckpoint], list
     return found, warnings
 
 
-def retain(save_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+def retain(save_dir: Place, *, keep_last: int | None, keep_every: int | None) -> None:
     """Remove all checkpoints but the `keep_last` newest and those whose step is a multiple of `keep_every`.
 
     Damaged checkpoints are not counted and not removed.

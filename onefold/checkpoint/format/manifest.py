@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import cached_property
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +26,12 @@ from onefold.checkpoint.format.files import (
     check_text,
     check_whole,
     parse_json,
-    read_small,
-    reason,
     require,
     spell,
 )
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES, DTYPES, MAX_DIMS, MAX_HEADER_BYTES
 from onefold.redaction import URL_CREDENTIALS, is_secret_name
+from onefold.storage.place import Place, read_small, reason
 
 FORMAT = "onefold-checkpoint"
 VERSION = 1
@@ -213,7 +211,7 @@ class Manifest:
         return (_HEAD % checksum(text)).encode() + text + b"}\n"
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Place) -> Manifest:
         """Read and check the manifest in the folder of a tag. The text is untrusted even if its checksum is correct."""
         path = folder / NAME
         try:

@@ -21,8 +21,9 @@ from typing import Any, Self
 
 import torch
 
-from onefold.checkpoint.format.files import open_regular, parse_json, read_into, read_small, reason, sync
+from onefold.checkpoint.format.files import parse_json
 from onefold.log import parse_size
+from onefold.storage.place import OpenFile, Place, local_path, open_file, read_small, reason, sync
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -47,7 +48,7 @@ class TensorEntry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    file: Path
+    file: Place
     offset: int
 
     @property
@@ -78,16 +79,16 @@ def is_plain(file_name: str) -> bool:
     return file_name.endswith(".safetensors") and not re.search(r"[/\\\0]", file_name)
 
 
-def read_header(descriptor: int, file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def read_header(opened: OpenFile, file: Place) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Read and check the header of a file. Return its entries and its metadata."""
-    size = os.fstat(descriptor).st_size
+    size = opened.size
     prefix = bytearray(8)
-    read_into(descriptor, memoryview(prefix), 0)
+    opened.read_into(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"{file}: not a safetensors file, or truncated: {size} bytes, with a header of {length}")
     text = bytearray(length)
-    read_into(descriptor, memoryview(text), 8)
+    opened.read_into(memoryview(text), 8)
     if not text.startswith(b"{"):
         raise ValueError(f"{file}: the header is not a JSON object")
     header = _parse(bytes(text), file)
@@ -128,8 +129,8 @@ def _check_entry(where: str, info: Any, num_bytes: int) -> tuple[torch.dtype, tu
     return dtype, shape, offsets[0], offsets[1]
 
 
-def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str], mode: int = 0o666) -> dict[str, TensorEntry]:
-    """Write the header of a new file, and return the entries with the offsets of its tensors.
+def make_header(file: Place, shapes: Shapes, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Return the header of a new file, and the entries with the offsets of its tensors.
 
     Wide dtypes come first, so that every tensor is aligned to its element size without gaps.
     """
@@ -140,11 +141,9 @@ def write_header(file: Path, shapes: Shapes, metadata: Mapping[str, str], mode: 
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
     begin = 8 + len(text)
-    return {name: TensorEntry(*shapes[name], file, begin + header[name]["data_offsets"][0]) for name in shapes}
+    entries = {name: TensorEntry(*shapes[name], file, begin + header[name]["data_offsets"][0]) for name in shapes}
+    return len(text).to_bytes(8, "little") + text, entries
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -160,7 +159,7 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _parse(text: bytes, file: Path) -> dict[str, Any]:
+def _parse(text: bytes, file: Place) -> dict[str, Any]:
     try:
         parsed = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -182,12 +181,12 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         self.metadata: dict[str, str] = {}
         self.bytes_read = 0
         self._entries: dict[str, TensorEntry] = {}
-        self._descriptors: dict[Path, int] = {}
+        self._files: dict[Place, OpenFile] = {}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
         """Open a .safetensors file, a .safetensors.index.json, or a folder with either. model.* is preferred."""
-        weights = cls(find(Path(path)))
+        weights = cls(find(local_path(path, "the weights")))
         try:
             weights._read_headers()
         except BaseException:
@@ -209,11 +208,11 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
     def _open_file(self, file: Path) -> dict[str, TensorEntry]:
         try:
-            descriptor = self._descriptors[file] = open_regular(file)
+            opened = self._files[file] = open_file(file)
         except (OSError, UnicodeError) as error:
             why = f"the file {file.name!r} in the same folder cannot be read: {reason(error)}"
             raise ValueError(f"{self.path}: {why}") from error
-        entries, metadata = read_header(descriptor, file)
+        entries, metadata = read_header(opened, file)
         self.metadata |= metadata
         return entries
 
@@ -252,14 +251,14 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
     def _read_exact(self, name: str, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         offset = entry.offset + start * entry.dtype.itemsize
-        got = read_into(self._descriptors[entry.file], bytes_of(out), offset)
+        got = self._files[entry.file].read_into(bytes_of(out), offset)
         self.bytes_read += got
         if got < out.nbytes:
             raise ValueError(f"{entry.file}: {name!r} is incomplete: the file was truncated after it was opened")
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._files:
+            self._files.popitem()[1].close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -274,7 +273,7 @@ class ExportFiles(AbstractContextManager["ExportFiles"]):
     """
 
     def __init__(self, folder: str | os.PathLike[str], file_name: str, sizes: Mapping[str, int], limit: int) -> None:
-        self.folder = Path(folder)
+        self.folder = local_path(folder, "the folder of an export")
         self._stem, self._suffix = os.path.splitext(file_name)
         self._sizes = sizes
         cut = _cut(sizes, limit)
@@ -358,7 +357,9 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
         for name, inside in self._files.shards.items():
             tied = {alias: stored for alias, stored in self._aliases.items() if stored in inside}
             shard = {entry: shapes[entry] for entry in inside}
-            self._entries |= write_header(self._files.path(name), shard, metadata | tied)
+            header, placed = make_header(self._files.path(name), shard, metadata | tied)
+            self._files.path(name).write_bytes(header)
+            self._entries |= placed
         self._files.write_index({name: entry.file.name for name, entry in self._entries.items()})
         self._missing = dict.fromkeys(self._entries)
         self._open = True
@@ -377,7 +378,7 @@ class SafetensorsWriter(AbstractContextManager["SafetensorsWriter"]):
             raise ValueError(f"{self.folder}: {name!r} has shape {tuple(tensor.shape)}, its entry {entry.shape}")
         _check_cast(name, tensor.dtype, entry.dtype)
         tile = torch.empty(min(TILE, entry.numel), dtype=entry.dtype)
-        with entry.file.open("r+b") as file:
+        with self._files.path(entry.file.name).open("r+b") as file:
             file.seek(entry.offset)
             for piece in tensor.detach().reshape(-1).split(TILE):
                 file.write(bytes_of(tile[: piece.numel()].copy_(piece)))

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from onefold.checkpoint.format import plain_data
-from onefold.checkpoint.format.files import (
-    CheckpointError,
-    RemovedError,
-    check_object,
-    file_mode,
-    open_regular,
-    read_into,
-    reason,
-)
+from onefold.checkpoint.format.files import CheckpointError, RemovedError, check_object
 from onefold.checkpoint.format.folder import FoundCheckpoint, choose, examine, removal
 from onefold.checkpoint.format.manifest import (
     NAME,
@@ -39,11 +29,12 @@ from onefold.checkpoint.format.safetensors_files import (
     DTYPES,
     TensorEntry,
     bytes_of,
+    make_header,
     read_header,
-    write_header,
 )
 from onefold.disk_waits import waiting_for_disk
 from onefold.offload.buffer import Buffer
+from onefold.storage.place import NewFile, OpenFile, Place, PlaceLike, open_file, place, reason
 
 # Number of attempts to open a checkpoint in a folder from which a job removes old checkpoints.
 TRIES = 10
@@ -110,12 +101,14 @@ def _entry(name: str, shape: tuple[int, ...], start: int, stop: int) -> tuple[st
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """Writer of a new shard file for known slots, in any order. It computes the checksums.
+    """Writer of a new shard file for known slots. It computes the checksums.
+
+    On a file system, the slots may be written in any order, in an object store only in the order of `write_order`.
 
     `slots` may be meta tensors. The slots that are passed to `write` must have memory.
     """
 
-    def __init__(self, path: Path, slots: Sequence[Slot]) -> None:
+    def __init__(self, path: Place, slots: Sequence[Slot]) -> None:
         self._path = path
         for slot in slots:
             if slot.dtype not in DTYPE_NAMES:
@@ -123,10 +116,11 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         self._slots = {slot.entry[0]: slot for slot in slots}
         assert len(self._slots) == len(slots), "a range is written twice"
         shapes = {name: (slot.dtype, slot.entry[1]) for name, slot in self._slots.items()}
-        self._entries = write_header(path, shapes, {"format": "onefold"}, file_mode(path.parent))
-        self._header = path.read_bytes()
+        self._header, self._entries = make_header(path, shapes, {"format": "onefold"})
         self._parts: dict[str, StoredPart] = {}
-        self._file = path.open("r+b", buffering=0)
+        nbytes = sum(entry.numel * entry.dtype.itemsize for entry in self._entries.values())
+        self._file = NewFile(path, len(self._header) + nbytes)
+        self._file.write(self._header, 0)
 
     def write(self, slot: Slot) -> None:
         name = slot.entry[0]
@@ -134,37 +128,41 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         sums = []
         for tile in _tiles(slot.buffer):
             sums.append(checksum(tile))
-            with waiting_for_disk("the write of", self._path):
-                write_all(self._file.fileno(), tile, offset)
+            with waiting_for_disk("the write of", str(self._path)):
+                self._file.write(tile, offset)
             offset += len(tile)
         self._parts[name] = StoredPart(0, slot.start, slot.stop, start, tuple(sums))
 
     def close(self, own: Any) -> ShardRecord:
         """Flush the file and return its record. `own` is the per-rank state."""
-        with self._file:
-            with waiting_for_disk("the flush of", self._path):
-                os.fsync(self._file.fileno())
-            nbytes = os.fstat(self._file.fileno()).st_size
+        with waiting_for_disk("the flush of", str(self._path)):
+            nbytes = self._file.finish()
         parts = tuple((slot.name, slot.dtype, slot.shape, self._parts[name]) for name, slot in self._slots.items())
         shown = f"{self._path.parent.name}/{self._path.name}"
         return ShardRecord(ShardFile(shown, nbytes, len(self._header), checksum(self._header)), parts, own)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._file.close()
+        self._file.__exit__(*exc_info)
+
+
+def write_order(slots: Sequence[Slot]) -> list[Slot]:
+    """Return the slots in the order of their bytes in a file: wide dtypes first, and slots on disk before others."""
+    return sorted(slots, key=lambda slot: (-slot.dtype.itemsize, not slot.is_on_disk))
 
 
 def write_shard(
-    path: Path, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None] = lambda: None
+    path: Place, slots: Sequence[Slot], own: Any, free_disk: Callable[[], None] = lambda: None
 ) -> ShardRecord:
-    """Write the slots to a new file and flush it. Slots on disk are written first; then `free_disk` is called."""
-    with ShardWriter(path, slots) as writer:
-        for slot in slots:
-            if slot.is_on_disk:
-                writer.write(slot)
+    """Write the slots to a new file and flush it. `free_disk` is called when the slots on disk are written."""
+    ordered = write_order(slots)
+    left = sum(slot.is_on_disk for slot in ordered)
+    with ShardWriter(path, ordered) as writer:
+        for slot in ordered:
+            if not left:
+                free_disk()
+            writer.write(slot)
+            left -= slot.is_on_disk
         free_disk()
-        for slot in slots:
-            if not slot.is_on_disk:
-                writer.write(slot)
         return writer.close(own)
 
 
@@ -197,12 +195,6 @@ def _tiles(buffer: Buffer) -> Iterator[memoryview]:
                 yield bytes_of(before[0])
 
 
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -212,21 +204,22 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     Reading uses no collectives and no pickle.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Place, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self.bytes_read = 0
-        self._descriptors: dict[int, int] = {}
+        self._files: dict[int, OpenFile] = {}
+        self._last: OpenFile | None = None
         # Files whose headers have been compared with the manifest.
         self._checked: set[int] = set()
 
     @staticmethod
-    def open(path: str | os.PathLike[str], tag: str | None = None) -> CheckpointReader:
+    def open(path: PlaceLike, tag: str | None = None) -> CheckpointReader:
         """Open the checkpoint in the folder of a tag, or one in a folder of tags.
 
         In a folder of tags, open `tag`, by default the one that `latest` names, or the newest complete one.
         """
-        folder = Path(path)
+        folder = place(path)
         for _ in range(TRIES):
             found = examine(folder)
             if tag is not None or found.manifest is None:
@@ -280,10 +273,13 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
     def _read_range(self, name: str, part: StoredPart, number: int, data: memoryview) -> None:
         file, offset = self.folder / self.manifest.files[part.file].name, part.offset + number * RANGE_BYTES
-        descriptor = self._descriptor(part.file)
+        opened = self._open(part.file)
+        if self._last is not None and self._last is not opened:
+            self._last.release()
+        self._last = opened
         try:
-            with waiting_for_disk("the read of", file):
-                got = read_into(descriptor, data, offset)
+            with waiting_for_disk("the read of", str(file)):
+                got = opened.read_into(data, offset)
         except OSError as error:  # includes a removed file on a network file system
             raise self._unreadable(file, error) from error
         self.bytes_read += got
@@ -297,27 +293,27 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         """Compare the headers of all files with the manifest: names, dtypes, shapes and offsets. Close the files."""
         for number in range(len(self.manifest.files)):
             if number not in self._checked:
-                self._descriptor(number)
-                os.close(self._descriptors.pop(number))
+                self._open(number)
+                self._files.pop(number).close()
 
-    def _descriptor(self, file: int) -> int:
+    def _open(self, file: int) -> OpenFile:
         path = self.folder / self.manifest.files[file].name
-        if file not in self._descriptors:
-            try:
-                self._descriptors[file] = open_regular(path)
-            except OSError as error:
-                raise self._unreadable(path, error) from error
-        if file not in self._checked:
-            self._check_header(file, path)
-        return self._descriptors[file]
+        try:
+            if file not in self._files:
+                self._files[file] = open_file(path)
+            if file not in self._checked:
+                self._check_header(file, path)
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+        return self._files[file]
 
-    def _unreadable(self, path: Path, error: OSError) -> CheckpointError:
+    def _unreadable(self, path: Place, error: OSError) -> CheckpointError:
         gone = removal(self.folder, self.manifest)
         return RemovedError(gone) if gone else CheckpointError(f"{path} cannot be read: {reason(error)}")
 
-    def _check_header(self, file: int, path: Path) -> None:
+    def _check_header(self, file: int, path: Place) -> None:
         try:
-            entries = read_header(self._descriptors[file], path)[0]
+            entries = read_header(self._files[file], path)[0]
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         named = {}
@@ -365,9 +361,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
         return found
 
     def close(self) -> None:
-        while self._descriptors:
-            with suppress(OSError):
-                os.close(self._descriptors.popitem()[1])
+        while self._files:
+            self._files.popitem()[1].close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

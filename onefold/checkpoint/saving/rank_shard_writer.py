@@ -33,17 +33,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from onefold.checkpoint.format import plain_data
-from onefold.checkpoint.format.files import replace_file
+from onefold.checkpoint.format.folder import LOCK
 from onefold.checkpoint.format.shard_files import Slot, write_shard
 from onefold.comm import Board
 from onefold.offload.buffer import Buffer
 from onefold.plan.layout import round_up
+from onefold.storage.place import Place, place, replace_file
 
 # A shared file system may show a new folder of another node with a delay.
 _VISIBLE_SECONDS = 10.0
@@ -95,8 +95,8 @@ class SaveRequest(SaveOptions):
     """The checksums of rank 0's buffers. Other ranks write only the buffers that differ."""
 
     @property
-    def folder(self) -> Path:
-        return Path(self.save_dir, self.tag, self.data)
+    def folder(self) -> Place:
+        return place(self.save_dir) / self.tag / self.data
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,9 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05}.json"
 
 
-def _await_folder(path: Path) -> None:
+def _await_folder(path: Place) -> None:
     started = time.monotonic()
-    while not path.is_dir():
+    while not (path / LOCK).exists():
         if time.monotonic() - started > _VISIBLE_SECONDS:
             raise FileNotFoundError(
                 f"{path} is missing, but rank 0 has created it. Save to a file system that all ranks share."

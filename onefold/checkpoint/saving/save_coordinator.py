@@ -7,8 +7,6 @@ ranks. [Note: participation in a save], in `rank_shard_writer.py`, describes one
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
 import weakref
@@ -18,11 +16,9 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.format import folder, plain_data
-from onefold.checkpoint.format.files import read_small
 from onefold.checkpoint.format.manifest import MAX_BYTES, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardRecord, Slot
 from onefold.checkpoint.saving.rank_shard_writer import (
@@ -38,6 +34,7 @@ from onefold.checkpoint.saving.rank_shard_writer import (
 )
 from onefold.comm import Board, Disagreement, Guard, RankTimeout
 from onefold.log import logger
+from onefold.storage.place import Place, absolute, file_size, place, read_small, remove_tree
 
 PERIOD = 0.25
 # The listener gives the program of its rank this many seconds to call `save_checkpoint`.
@@ -46,7 +43,7 @@ COURTESY = 0.5
 LINGER = 3.0
 # Number of requests that are kept on the board and in memory for slow ranks.
 _REMEMBERED = 64
-AfterPublish = Callable[[Path], object]
+AfterPublish = Callable[[Place], object]
 """A function that is called with the folder of each published tag, for example to remove old checkpoints."""
 
 
@@ -314,10 +311,10 @@ class SavePublisher:
             if steps is None:
                 raise SaveError("the last step failed half-way, so nothing can be saved. Load the last checkpoint.")
             tree, tensors = plain_data.encode(header.state, "state")
-            save_dir = os.path.abspath(options.save_dir)
-            tag_folder = Path(save_dir, folder.check_tag(options.tag))
+            save_dir = absolute(place(options.save_dir))
+            tag_folder = save_dir / folder.check_tag(options.tag)
             data = lock.enter_context(folder.new_data_folder(tag_folder, private=options.private))
-            given = {**asdict(options), "save_dir": save_dir}
+            given = {**asdict(options), "save_dir": str(save_dir)}
             request = SaveRequest(**given, number=self._number, steps=steps, data=data.name, buffers=header.buffers)
             self._post(asdict(request))
         except BaseException as error:
@@ -370,7 +367,7 @@ class SavePublisher:
                 # If the manifest is published, only the write of `latest` has failed, and the data is kept.
                 if not folder.is_published(request.folder, as_latest=False):
                     with suppress(OSError):
-                        shutil.rmtree(request.folder)
+                        remove_tree(request.folder)
                         request.folder.parent.rmdir()  # unless the tag has an earlier checkpoint
                 if isinstance(error, Exception):
                     raise SaveError(message) from error
@@ -394,7 +391,7 @@ class SavePublisher:
             left_out=header.left_out,
             writer=self._written_by,
         )
-        folder.publish(Path(request.save_dir), manifest, save_latest=request.save_latest)
+        folder.publish(place(request.save_dir), manifest, save_latest=request.save_latest)
 
     def _clean(self, request: SaveRequest) -> None:
         """Remove temporary files and old checkpoints after publishing. Log a warning if this fails."""
@@ -407,10 +404,10 @@ class SavePublisher:
             logger.warning("checkpoint %s is saved, but old files cannot be removed: %s", request.tag, error)
 
 
-def _read_record(data: Path, rank: int) -> ShardRecord:
+def _read_record(data: Place, rank: int) -> ShardRecord:
     try:
         record = ShardRecord.from_json(json.loads(read_small(data / record_name(rank), MAX_BYTES)))
-        size = (data.parent / record.file.name).stat().st_size
+        size = file_size(data.parent / record.file.name)
     except FileNotFoundError:
         raise SaveError(
             f"rank {rank} has written its file, but rank 0 does not find it in {data}. Save to a file system that all "

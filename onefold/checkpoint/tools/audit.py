@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.format import folder as folders
-from onefold.checkpoint.format.files import RemovedError, open_regular, read_into, reason
+from onefold.checkpoint.format.files import RemovedError
 from onefold.checkpoint.format.manifest import NAME, RANGE_BYTES, Manifest, ShardFile, StoredPart, checksum
 from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
+from onefold.storage.place import OpenFile, Place, open_file, reason, tree_size
 
 # -- listing ---------------------------------------------------------------------------------------------------------
 
 
-def list_all(folder: Path) -> list[folders.FoundCheckpoint]:
+def list_all(folder: Place) -> list[folders.FoundCheckpoint]:
     """List all checkpoints of a folder, DeepSpeed's last. For the folder of a tag, return that checkpoint only."""
     if folders.is_tag_folder(folder):
         return [folders.examine(folder)]
     ours = folders.list_tags(folder)
     known = {found.tag for found in ours}
-    others = sorted(entry for entry in folder.iterdir() if entry.name not in known and entry.is_dir())
-    return ours + [folders.examine(entry) for entry in others if folders.is_deepspeeds(entry)]
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known and entry.is_dir())
+    return ours + [folders.examine(folder / name) for name in others if folders.is_deepspeeds(folder / name)]
 
 
 def summary(found: folders.FoundCheckpoint) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def summary(found: folders.FoundCheckpoint) -> dict[str, Any]:
         "tag": found.tag,
         "steps": manifest.global_steps if manifest is not None else None,
         "saved": manifest.saved if manifest is not None else None,
-        "bytes": manifest.nbytes if manifest is not None else bytes_under(found.folder),
+        "bytes": manifest.nbytes if manifest is not None else tree_size(found.folder),
         "ranks": manifest.world_size if manifest is not None else None,
         "state": state,
         "complete": state == "complete",
@@ -58,16 +56,7 @@ def unpublished_bytes(found: folders.FoundCheckpoint) -> int:
     if found.manifest is None and folders.is_tag_folder(found.folder):
         return 0
     named = found.manifest.data_folders if found.manifest is not None else set()
-    return sum(bytes_under(found.folder / name) for name in folders.data_folders(found.folder) if name not in named)
-
-
-def bytes_under(folder: Path) -> int:
-    total = 0
-    with suppress(FileNotFoundError):  # the folder may be removed in the meantime
-        for path in folder.rglob("*"):
-            with suppress(OSError):  # a save may remove its temporary files in the meantime
-                total += path.stat().st_size if path.is_file() else 0
-    return total
+    return sum(tree_size(found.folder / name) for name in folders.data_folders(found.folder) if name not in named)
 
 
 # -- description -----------------------------------------------------------------------------------------------------
@@ -75,7 +64,7 @@ def bytes_under(folder: Path) -> int:
 _KINDS = ("trained parameters", "frozen parameters", "buffers", "optimizer", "buffers of ranks", "other state")
 
 
-def describe(folder: Path, manifest: Manifest, problems: Sequence[str]) -> dict[str, Any]:
+def describe(folder: Place, manifest: Manifest, problems: Sequence[str]) -> dict[str, Any]:
     """Describe a checkpoint, without tensor values, as JSON.
 
     `optimizer`, `lr_scheduler`, `loss_scale` and `config` are tagged JSON.
@@ -206,27 +195,27 @@ def verify(found: folders.FoundCheckpoint, advance: Callable[[int], None]) -> It
 
 
 def _verify_file(
-    path: Path, file: ShardFile, parts: Sequence[tuple[str, int, StoredPart]], advance: Callable[[int], None]
+    path: Place, file: ShardFile, parts: Sequence[tuple[str, int, StoredPart]], advance: Callable[[int], None]
 ) -> Iterator[Damage]:
     """Check the size of a file, its header, and its tensors in the order of their offsets."""
     try:
-        opened = os.fdopen(open_regular(path), "rb", buffering=0)
+        opened = open_file(path)
     except OSError as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {reason(error)}"
         yield Damage(str(path), problem, tuple(dict.fromkeys(name for name, _, _ in parts)))
         advance(file.nbytes)
         return
     with opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size != file.nbytes:
-            yield Damage(str(path), f"truncated or overwritten: it has {size} bytes, but {file.nbytes} were written")
+        if opened.size != file.nbytes:
+            problem = f"truncated or overwritten: it has {opened.size} bytes, but {file.nbytes} were written"
+            yield Damage(str(path), problem)
         header = memoryview(bytearray(file.header_bytes))
-        if problem := _read(opened.fileno(), header, 0, file.header_checksum):
+        if problem := _read(opened, header, 0, file.header_checksum):
             yield Damage(str(path), f"the header: {problem}")
         advance(file.header_bytes)
         left = file.nbytes - file.header_bytes
         for name, itemsize, part in parts:
-            yield from _verify_part(opened.fileno(), path, name, part, itemsize, advance)
+            yield from _verify_part(opened, path, name, part, itemsize, advance)
             left -= (part.stop - part.start) * itemsize
         if left:
             yield Damage(str(path), f"{left} bytes belong to no tensor of the manifest and have no checksum")
@@ -234,7 +223,7 @@ def _verify_file(
 
 
 def _verify_part(
-    descriptor: int, path: Path, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
+    opened: OpenFile, path: Place, name: str, part: StoredPart, itemsize: int, advance: Callable[[int], None]
 ) -> list[Damage]:
     """Check one part of a tensor. Adjacent ranges with the same problem are reported as one."""
     end = part.offset + (part.stop - part.start) * itemsize
@@ -242,7 +231,7 @@ def _verify_part(
     found: list[Damage] = []
     for number, start in enumerate(range(part.offset, end, RANGE_BYTES)):
         stop = min(start + RANGE_BYTES, end)
-        problem = _read(descriptor, buffer[: stop - start], start, part.checksums[number])
+        problem = _read(opened, buffer[: stop - start], start, part.checksums[number])
         advance(stop - start)
         if problem and found and (found[-1].problem, found[-1].stop) == (problem, start):
             found[-1] = replace(found[-1], stop=stop)
@@ -251,12 +240,12 @@ def _verify_part(
     return found
 
 
-def _read(descriptor: int, buffer: memoryview, offset: int, expected: int) -> str:
+def _read(opened: OpenFile, buffer: memoryview, offset: int, expected: int) -> str:
     """Fill the buffer from a file and verify its checksum. Return the problem, or "" if there is none."""
     try:
-        got = read_into(descriptor, buffer, offset)
+        got = opened.read_into(buffer, offset)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"cannot be read: {reason(error)}"
     if got < len(buffer):
         return "truncated, the file ends before them"
     return "" if checksum(buffer) == expected else "damaged, the checksum does not match"

@@ -20,6 +20,7 @@ from onefold.checkpoint.format.manifest import NAME
 from onefold.checkpoint.format.safetensors_files import ExportFiles, SafetensorsWriter
 from onefold.checkpoint.format.shard_files import TRIES, CheckpointReader
 from onefold.log import logger, parse_size
+from onefold.storage.place import Place, PlaceLike, local_path, place
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("safetensors", "bin")
@@ -46,7 +47,7 @@ class ExportError(ValueError):
 class Exported:
     """The result of an export: its checkpoint and the written files."""
 
-    checkpoint: Path
+    checkpoint: Place
     files: tuple[Path, ...]
     num_tensors: int
     nbytes: int
@@ -55,7 +56,7 @@ class Exported:
 # -- selection of the checkpoint -------------------------------------------------------------------------------------
 
 
-def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> folders.FoundCheckpoint:
+def find_checkpoint(path: PlaceLike, tag: str | None = None) -> folders.FoundCheckpoint:
     """Find the requested checkpoint, complete or not.
 
     `path` is the folder of a tag, or a folder of tags. In the latter, find `tag`, by default the one that `latest`
@@ -63,7 +64,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> fol
     because that would export older weights silently. If a job removes the checkpoint that `latest` names, `latest` is
     read again.
     """
-    folder = Path(path)
+    folder = place(path)
     if not folder.is_dir():
         raise NoCheckpointError(f"{folder}: no such folder")
     if tag is None and folders.is_tag_folder(folder):
@@ -76,7 +77,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> fol
     return found
 
 
-def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
+def _find_once(folder: Place, tag: str | None) -> folders.FoundCheckpoint:
     try:
         candidates, warnings = folders.choose(folder, tag)
     except ValueError as error:  # an invalid tag
@@ -90,13 +91,13 @@ def _find_once(folder: Path, tag: str | None) -> folders.FoundCheckpoint:
     raise NoCheckpointError(f"{folder} contains no checkpoint")
 
 
-def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
+def read_one(path: PlaceLike, tag: str | None, work: Callable[[CheckpointReader], T]) -> T:
     """Open the requested checkpoint (see `find_checkpoint`) and call `work`, or raise its problems.
 
     If a job removes the checkpoint in the meantime, try the next one, unless it was requested by name. If a job
     replaces it, start again with the new one.
     """
-    named = tag is not None or folders.is_tag_folder(Path(path))
+    named = tag is not None or folders.is_tag_folder(place(path))
     for left in reversed(range(TRIES)):
         found = find_checkpoint(path, tag)
         listed = folders.list_tags(found.folder.parent) if found.problems else []
@@ -106,7 +107,8 @@ def read_one(path: str | os.PathLike[str], tag: str | None, work: Callable[[Chec
             with CheckpointReader.of(found, hint) as checkpoint:
                 return work(checkpoint)
         except RemovedError:
-            if not left or (named and not Path(path, tag or "", NAME).exists()):
+            folder = place(path) if tag is None else place(path) / tag
+            if not left or (named and not (folder / NAME).exists()):
                 raise
     raise AssertionError
 
@@ -155,7 +157,7 @@ class WeightSelection:
 
 
 def export(
-    path: str | os.PathLike[str],
+    path: PlaceLike,
     out: str | os.PathLike[str],
     *,
     tag: str | None = None,
@@ -179,12 +181,13 @@ def export(
         limit = _UNCUT if max_shard_size is None else parse_size(max_shard_size)
     except ValueError as error:
         raise ExportError(f"max_shard_size: {error}") from None
-    folder = Path(out)
+    folder = local_path(out, "the folder of an export")
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file. Give a folder, to which several files may be written.")
 
     def work(checkpoint: CheckpointReader) -> Exported:
-        if folder.resolve().is_relative_to(checkpoint.folder.resolve()):
+        source = checkpoint.folder
+        if isinstance(source, Path) and folder.resolve().is_relative_to(source.resolve()):
             raise ExportError(f"{folder} is inside the checkpoint {checkpoint.folder}. Choose a folder outside it.")
         weights = WeightSelection.of(checkpoint, DTYPES[dtype], exclude_frozen=exclude_frozen)
         if not weights.dtypes:

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.deepspeed.zero_checkpoint import import_deepspeed
 from onefold.checkpoint.format import folder
-from onefold.checkpoint.format.files import CheckpointError, RemovedError, replace_file
+from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
 from onefold.checkpoint.format.shard_files import TRIES
 from onefold.checkpoint.tools import audit
 from onefold.checkpoint.tools import export as exporting
-from onefold.checkpoint.tools.audit import Damage, bytes_under, spell, unpublished_bytes
+from onefold.checkpoint.tools.audit import Damage, spell, unpublished_bytes
 from onefold.checkpoint.tools.export import find_checkpoint
 from onefold.log import format_bytes
+from onefold.storage.place import Place, place, replace_file, tree_size
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
 from onefold.tools.cli.usage import UsageError
 
@@ -66,7 +66,7 @@ def import_checkpoint(options: argparse.Namespace) -> int:
 @fails_on(CheckpointError, OSError)
 def list_checkpoints(options: argparse.Namespace) -> int:
     """Run `onefold ckpt ls`."""
-    path = Path(options.dir)
+    path = place(options.dir)
     latest, problem = folder.latest_of(path.resolve().parent if folder.is_tag_folder(path) else path)
     rows = [{**audit.summary(found), "latest": found.tag == latest} for found in audit.list_all(path)]
     if options.json:
@@ -102,7 +102,7 @@ def _when(saved: str | None) -> str:
 @fails_on(CheckpointError, OSError)
 def inspect_checkpoint(options: argparse.Namespace) -> int:
     """Run `onefold ckpt inspect`."""
-    found = find_checkpoint(Path(options.dir), options.tag)
+    found = find_checkpoint(options.dir, options.tag)
     if found.manifest is None:
         raise CheckpointError("; ".join(found.problems))
     facts = audit.describe(found.folder, found.manifest, found.problems)
@@ -166,7 +166,7 @@ def _named(state: Any) -> str:
 @fails_on(CheckpointError, OSError)
 def verify_checkpoints(options: argparse.Namespace) -> int:
     """Run `onefold ckpt verify`."""
-    path = Path(options.dir)
+    path = place(options.dir)
     is_one = options.tag is not None or folder.is_tag_folder(path)
     for left in reversed(range(TRIES)):
         chosen = list_tags(path) if options.all and not is_one else []
@@ -241,7 +241,7 @@ def _verify(chosen: Sequence[FoundCheckpoint]) -> list[tuple[FoundCheckpoint, li
 @fails_on(CheckpointError, OSError)
 def remove_checkpoints(options: argparse.Namespace) -> int:
     """Run `onefold ckpt rm`. All arguments are checked before anything is removed."""
-    save_dir = Path(options.dir)
+    save_dir = place(options.dir)
     if not options.tags and not options.leftovers:
         raise UsageError("rm: no tag is given. Name the tags to remove, or give --leftovers.")
     latest, _ = folder.latest_of(save_dir)
@@ -257,7 +257,7 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
         print(f"{save_dir}: there are no leftovers")
         return 0
     for entry in chosen:
-        print(f"{entry.tag}: {format_bytes(bytes_under(entry.folder))}{', damaged' if entry.problems else ''}")
+        print(f"{entry.tag}: {format_bytes(tree_size(entry.folder))}{', damaged' if entry.problems else ''}")
     for entry in unclean:
         print(f"{entry.tag}: {format_bytes(unpublished_bytes(entry))} of interrupted saves")
     if not options.yes and not _confirm(f"remove from {save_dir}?"):
@@ -272,7 +272,7 @@ def remove_checkpoints(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]) -> None:
+def _check_removable(save_dir: Place, tag: str, found: dict[str, FoundCheckpoint]) -> None:
     if tag not in found:
         why = "is a checkpoint of DeepSpeed" if is_deepspeeds(save_dir / tag) else "is not a checkpoint of onefold"
         there = f" Checkpoints of onefold: {', '.join(found)}." if found else ""
@@ -281,7 +281,7 @@ def _check_removable(save_dir: Path, tag: str, found: dict[str, FoundCheckpoint]
         raise UsageError(f"{save_dir / tag} has an unreadable manifest.json and no data; it is not removed.")
 
 
-def _move_latest(save_dir: Path, complete: Sequence[str]) -> None:
+def _move_latest(save_dir: Place, complete: Sequence[str]) -> None:
     """Let `latest` name another tag, before its tag is removed."""
     if complete:
         replace_file(save_dir / LATEST, complete[0].encode())

@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from onefold.log import parse_size
+from onefold.storage.object_path import StorageError
+from onefold.storage.place import place
 from onefold.tools.train.options import at_least_one
 
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -62,8 +63,12 @@ def check_folder(options: argparse.Namespace) -> None:
     """Raise UsageError if the folder that a command reads does not exist. The parser does not look at files."""
     if options.reads_folder is None:
         return
-    path = Path(getattr(options, options.reads_folder))
-    if not path.is_dir():
+    try:
+        path = place(getattr(options, options.reads_folder))
+        is_folder = path.is_dir()
+    except StorageError as error:
+        raise UsageError(str(error)) from None
+    if not is_folder:
         raise UsageError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
 
 

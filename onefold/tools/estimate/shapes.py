@@ -10,8 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.format.files import read_small, reason
 from onefold.config.config_files import parse_json
+from onefold.storage.place import read_small, reason
 from onefold.tools.estimate.machines import PlanError
 from onefold.tools.train.options import PRESET_NAMES
 

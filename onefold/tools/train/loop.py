@@ -27,7 +27,7 @@ from onefold.runtime import unsharded_shape
 from onefold.stop_signals import SAME_SIGNAL_SECONDS
 from onefold.tools.pages.page import write_page
 from onefold.tools.train.data import DataError
-from onefold.tools.train.options import CHECKPOINTS, PreparedConfig, TrainOptions, prepare_config, write_settings
+from onefold.tools.train.options import PreparedConfig, TrainOptions, prepare_config, write_settings
 from onefold.tools.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
 from onefold.tools.train.task import Task, choose_task
 
@@ -115,7 +115,7 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
     if not options.resume and not (options.save_every > 0 and is_restarted(engine)):
         return []
     try:
-        path, client_state = engine.load_checkpoint(str(options.folder / CHECKPOINTS))
+        path, client_state = engine.load_checkpoint(options.checkpoint_place)
     except MisfitError as error:
         first, *differences = str(error).splitlines()[:4]
         raise ResumeError(
@@ -124,7 +124,7 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
         ) from error
     if path is None or client_state is None:
         if options.resume:
-            raise ResumeError(f"--resume {options.folder}: no checkpoint in {options.folder / CHECKPOINTS}")
+            raise ResumeError(f"--resume {options.folder}: no checkpoint in {options.checkpoint_place}")
         return []
     if options.resume and engine.global_steps >= options.steps:
         raise ResumeError(
@@ -145,7 +145,7 @@ def is_restarted(engine: Engine) -> bool:
 
 def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
     metrics = [asdict(metrics) for metrics in done] if dist.get_rank() == 0 else []
-    engine.save_checkpoint(str(options.folder / CHECKPOINTS), client_state={"metrics": metrics})
+    engine.save_checkpoint(options.checkpoint_place, client_state={"metrics": metrics})
 
 
 def train_steps(

@@ -15,6 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from onefold.storage.object_path import StorageError
+from onefold.storage.place import absolute, local_path, place
+
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
 # Defaults for values that a config does not have.
@@ -27,7 +30,7 @@ LORA_RANK = 16
 CHECKPOINTS = "checkpoints"
 SETTINGS, GIVEN_CONFIG = "settings.json", "ds_config.json"
 # Options that a resumed run may not change.
-KEPT = ("preset", "model", "data", "lora", "sequence_length", "seed")
+KEPT = ("preset", "model", "data", "lora", "sequence_length", "seed", "checkpoints")
 
 
 class OptionError(ValueError):
@@ -52,6 +55,7 @@ class TrainOptions:
     sample_length: int = 200
     save: bool = True
     save_every: int = 0
+    checkpoints: str | None = None
     resume: bool = False
     epochs: float | None = None
     lr: float | None = None
@@ -64,6 +68,11 @@ class TrainOptions:
     def folder(self) -> Path:
         """The folder of all results of this run."""
         return Path(self.out or default_out(self))
+
+    @property
+    def checkpoint_place(self) -> str:
+        """The folder or the URL of the checkpoints of this run."""
+        return self.checkpoints or str(self.folder / CHECKPOINTS)
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
@@ -142,6 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=not_negative, metavar="N",
         help="save a checkpoint every N steps, and at the end, in OUT/checkpoints, for --resume and --max-restarts "
         "(default: none)")  # fmt: skip
+    add("--checkpoints", metavar="PLACE",
+        help="folder, or URL such as s3://bucket/run, for the checkpoints instead of OUT/checkpoints")  # fmt: skip
     add("--resume", metavar="FOLDER",
         help="continue the run in this folder from its last checkpoint, with its model, data and settings, on any "
         "number of ranks and in any stage, up to --steps in total")  # fmt: skip
@@ -208,6 +219,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     if unknown:
         raise OptionError(f"--resume {folder}: {path} has unknown settings: {', '.join(unknown)}")
     checkpoints = folder / CHECKPOINTS
+    if recorded.get("checkpoints") is not None:  # the load finds whether they exist
+        return dict(recorded)
     if not checkpoints.is_dir() or not any(entry.is_dir() for entry in checkpoints.iterdir()):
         raise OptionError(f"--resume {folder}: no checkpoint in {checkpoints}. Run with --save-every N to save some.")
     return dict(recorded)
@@ -216,12 +229,19 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 def _comparable(name: str, value: Any) -> Any:
     if name == "data":
         return tuple(os.path.abspath(path) for path in value)
+    if name == "checkpoints":
+        return value and str(absolute(place(value)))
     return os.path.abspath(value) if name == "model" and value is not None else value
 
 
 def check_inputs(options: TrainOptions) -> None:
     """Raise OptionError for missing files and contradictions that can be found without torch."""
     prepare_config(options, on_gpus=False)
+    try:
+        local_path(options.out or "", "--out")
+        place(options.checkpoints or "")
+    except StorageError as error:
+        raise OptionError(f"{error}. Give a URL as --checkpoints.") from None
     if options.out is not None and Path(options.out).exists() and not Path(options.out).is_dir():
         raise OptionError(f"--out {options.out}: not a folder")
     for path in options.data:
