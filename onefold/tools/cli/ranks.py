@@ -165,7 +165,7 @@ def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-    from onefold.tools.cli.node_rendezvous import JOIN_SECONDS
+    from onefold.tools.cli.node_rendezvous import JOIN_SECONDS, NodeRendezvous
     from onefold.tools.cli.rank_agent import RankAgent
 
     _silence_agent()
@@ -197,6 +197,8 @@ def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
     except (DistNetworkError, DistStoreError, RendezvousError):
         is_left_open = True
         if not agent.has_started:
+            if not isinstance(spec.rdzv_handler, NodeRendezvous):  # it connects here for the first time
+                raise
             print_error(f"onefold: the job at {_store_name(job)} has ended before this node could join")
             return EXIT_FAILED
         print_error(

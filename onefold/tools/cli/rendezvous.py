@@ -67,17 +67,20 @@ def open_store(host: str, port: int, timeout: timedelta, is_host: bool | None = 
     differently.
     """
     listener = listen_at(host, port) if is_host is not False else None
-    if is_host is None:
-        is_host = listener is not None or (not is_own_address(host) and _matches_machine_hostname(host))
-    for is_server in dict.fromkeys((is_host, False)):
+    attempts = [bool(is_host)]
+    if is_host is None:  # another process of this node may host it
+        is_found = listener is not None or (not is_own_address(host) and _matches_machine_hostname(host))
+        attempts = [True, False] if is_found else [False]
+    for is_server in attempts:
         try:
             return TCPStore(
                 host, port, is_master=is_server, multi_tenant=True, timeout=timeout,
                 master_listen_fd=listener if is_server else None,
             )  # fmt: skip
         except (DistNetworkError, RuntimeError, ValueError) as error:
-            if not is_server:
-                raise RendezvousConnectionError(f"no store answers at {host}:{port}: {error}") from error
+            if is_server == attempts[-1]:
+                reason = "the store cannot be started" if is_server else "no store answers"
+                raise RendezvousConnectionError(f"{reason} at {host}:{port}: {error}") from error
     raise AssertionError("the last attempt returns or raises")
 
 
