@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from limited import LimitedProcess, Target
 
 CORPUS = Path(__file__).parent / "corpus"
-FEW, MANY = 40, 600
+FEW, MANY = 15, 600
 EFFORTS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 
 NUMBERS = st.one_of(

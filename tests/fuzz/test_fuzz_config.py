@@ -78,13 +78,15 @@ def write_documents(folder: Path, data: bytes) -> None:
 
 
 def load_documents(folder: Path, data: bytes) -> None:
-    refused = []
-    for source in (folder / "config.json", folder / "config.yaml", base64.urlsafe_b64encode(data).decode()):
+    refused: list[ConfigError] = []
+    # PyYAML is slow: what is large is read as JSON only.
+    others = (folder / "config.yaml", base64.urlsafe_b64encode(data).decode()) if len(data) < 50_000 else ()
+    for source in (folder / "config.json", *others):
         try:
             load_config(str(source))
         except ConfigError as error:
             refused.append(error)
-    if len(refused) == 3:
+    if len(refused) == 1 + len(others):
         raise refused[0]
 
 
