@@ -18,10 +18,10 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from onefold.report.plan_report import KINDS, TIERS, HeldBytes, PlanReport, TrafficRow
+from onefold.storage.place import local_path
 
 FILE_NAME = "run.jsonl"
 _LONGEST_LINE = 1 << 26
@@ -155,7 +155,7 @@ class RunFile:
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
         """Create a reader. `place` is the file or its folder."""
-        path = Path(place)
+        path = local_path(place, "the folder of a run")
         self.path = path if path.suffix == ".jsonl" else path / FILE_NAME
         self._start_over()
 

@@ -336,7 +336,10 @@ def test_commands_take_urls(
     assert command(["export", url, str(tmp_path / "weights")]) == 0
     assert (tmp_path / "weights" / "model.safetensors").stat().st_size > 12 * 12 * 4
     capsys.readouterr()
-    for arguments in (["export", url, f"{url}/weights"], ["import-deepspeed", url, "out"]):
+    assert command(["plan", "--model", url, "--gpus", "1", "--gpu-memory", "80GB"]) == 0
+    assert f"checkpoint {url}" in capsys.readouterr().out
+    outside = ["export", url, f"{url}/weights"], ["import-deepspeed", url, "out"], ["report", url], ["watch", url]
+    for arguments in outside:
         assert command(arguments) != 0
         assert "must be a path of a file system, not a URL" in capsys.readouterr().err
     assert command(["ckpt", "ls", f"s3://{BUCKET}/nothing"]) == 2

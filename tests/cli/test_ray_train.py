@@ -19,7 +19,7 @@ def run(checkpoints: Path, steps: int, temporary: Path) -> str:
     """Run the example, and return what its workers have printed. Ray and all its processes end with it."""
     environment = {
         **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_TMPDIR": str(temporary),
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "CUDA_VISIBLE_DEVICES": "",
+        "RAY_raylet_start_wait_time_s": "300", "CUDA_VISIBLE_DEVICES": "", "HOME": str(temporary),
     }  # fmt: skip
     command = [sys.executable, str(EXAMPLE), "--steps", str(steps), "--checkpoints", str(checkpoints)]
     done = subprocess.run(command, env=environment, cwd=temporary, capture_output=True, text=True, timeout=540)

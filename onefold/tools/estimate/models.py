@@ -18,6 +18,7 @@ from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.plan.cut import cut
 from onefold.runtime.torch_internals import inside_backward
+from onefold.storage.place import Place, place
 from onefold.tools.estimate.dry_run import META, LossOf
 from onefold.tools.estimate.machines import PlanError
 from onefold.tools.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
@@ -62,7 +63,7 @@ def from_shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *notes: str) -
     return ModelSource(name, build, None, notes=notes)
 
 
-def from_checkpoint(folder: Path) -> ModelSource:
+def from_checkpoint(folder: Place) -> ModelSource:
     """Return a model with the parameters of a checkpoint, by the shapes in its manifest."""
     try:
         with CheckpointReader.open(folder) as checkpoint:
@@ -217,7 +218,7 @@ def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSou
         )
     if kind is ModelKind.PRESET:
         return from_preset(text, recompute=recompute)
-    return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(path)
+    return from_factory(text, recompute=recompute) if kind is ModelKind.FACTORY else from_checkpoint(place(text))
 
 
 def recompute_blocks(model: nn.Module) -> None:

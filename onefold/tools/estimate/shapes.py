@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from onefold.config.config_files import parse_json
-from onefold.storage.place import read_small, reason
+from onefold.storage.object_path import ObjectPath
+from onefold.storage.place import place, read_small, reason
 from onefold.tools.estimate.machines import PlanError
 from onefold.tools.train.options import PRESET_NAMES
 
@@ -82,8 +83,10 @@ class ModelKind(Enum):
 
 def classify_model(text: str) -> ModelKind:
     """Return the kind of model that `--model` names, or raise PlanError. Reads files, and imports nothing."""
-    path = Path(text)
     try:
+        path = place(text)
+        if isinstance(path, ObjectPath):
+            return ModelKind.CHECKPOINT
         exists, is_folder = path.exists(), path.is_dir()
         has_config = (path / "config.json").exists()
     except OSError as error:
