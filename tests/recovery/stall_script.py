@@ -39,6 +39,16 @@ def open_fifo(folder: Path) -> None:
     os.open(path, os.O_RDONLY)
 
 
+def pause(seconds: float) -> None:
+    """Stop this process until a child continues it."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
+
+
 class Samples(torch.utils.data.IterableDataset):
     def __init__(self, rank: int, first: int, stuck: Any) -> None:
         self.rank, self.first, self.stuck = rank, first, stuck
@@ -106,6 +116,8 @@ def main(options: dict[str, Any]) -> None:
         if place == "stopped" and engine.global_steps == STUCK_STEP - 1:
             (folder / f"stuck.{rank}").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
+        if place == "paused" and engine.global_steps == STUCK_STEP - 1:
+            pause(options["paused_seconds"])
         loss = engine(batch).pow(2).mean()
         engine.backward(loss)
         engine.step()

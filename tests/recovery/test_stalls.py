@@ -34,6 +34,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "swap": {"place": "read", "swaps": True},
     "Python's lock": {"place": "forward", "how": "with Python's lock"},
     "stopped": {"place": "stopped"},
+    "paused": {"place": "paused", "paused_seconds": 7, "seconds": 12},
     "rank 0 stopped": {"place": "stopped", "stuck_rank": 0},
 }
 
@@ -165,6 +166,14 @@ def test_a_stopped_rank_is_noticed(slow: dict[str, Ended], rank: int) -> None:
     assert f" rank {rank}" in first
     assert "its process is stopped" in first
     assert "no answer within" in found.stacks.partition(f"==== rank {rank}")[2]
+    assert found.losses() == slow["undisturbed"].losses()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_paused_for_less_than_the_bound_continues(slow: dict[str, Ended]) -> None:
+    found = slow["paused"]
+    assert found.codes == [[0, 0], [0, 0]]
+    assert not (found.folder / "run" / "stacks.txt").exists()
     assert found.losses() == slow["undisturbed"].losses()
 
 
