@@ -79,7 +79,7 @@ def test_a_script_sees_a_fresh_interpreter_also_after_a_restart(job: MarkedJob) 
     assert (job.folder / "ended.1.0").exists()
     job.wait_until_gone()
 
-    command = [sys.executable, "-u", "-m", "onefold.tools.cli.ranks", *arguments]
+    command = [sys.executable, "-u", "-m", "onefold.tools.cli.rank_script", *arguments]
     assert job.start(command, MY_VARIABLE="a\nb").wait(60) == 5
     fresh, _ = seen(job, 0, 0)
     assert [what for what, _ in forked] == [fresh] * 4

@@ -242,7 +242,7 @@ BUDGETS = {
     "checkpoint": 5_110,
     "comm": 4_300,
     "compat": 5_400,
-    "config": 3_560,
+    "config": 3_640,
     "engine": 3_430,
     "fp8": 820,
     "fsdp": 1_100,

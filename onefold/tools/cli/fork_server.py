@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from onefold.tools.cli.rank_processes import ForkedRank
-from onefold.tools.cli.ranks import LAUNCHER_VARIABLE, die_with_launcher, run_script
+from onefold.tools.cli.rank_script import LAUNCHER_VARIABLE, die_with_launcher, run_script
 
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORTS = ("torch", "torch.distributed", "onefold", "onefold.start", "onefold.engine", "onefold.checkpoint")

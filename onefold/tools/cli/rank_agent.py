@@ -54,7 +54,7 @@ from onefold.tools.cli.rank_processes import (
     print_error,
     report_failure,
 )
-from onefold.tools.cli.ranks import LAUNCHER_VARIABLE, PYTHON_RANK
+from onefold.tools.cli.rank_script import LAUNCHER_VARIABLE, PYTHON_RANK
 
 # The time in which ranks record their tracebacks after the first failure.
 TRACEBACK_SECONDS = 2.0
