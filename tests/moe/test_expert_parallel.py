@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import LENGTH, MICRO, STEPS, make_model, save_and_load, settings_of, train_beside_torch
+from expert_cases import (
+    LENGTH,
+    MICRO,
+    STEPS,
+    make_model,
+    save_and_load,
+    settings_of,
+    train,
+    train_beside_torch,
+    weights_of,
+)
 from models import more, rank, start
 from safetensors.torch import load_file
 
@@ -211,3 +221,43 @@ def test_the_section_of_deepspeed_divides_experts(on_ranks):
     size, described = on_ranks(2, divided_by_deepspeeds_section)[0]
     assert size == 2
     assert "experts           2 layers of 8 experts in 2 parts, of which this rank computes one" in described
+
+
+def train_alone(size: int, keys: dict[str, Any], adapts: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = make_model("Mixtral")
+    if adapts:  # the experts are frozen
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    engine = start(model, settings_of(3, size, **keys))
+    losses, _ = train(engine)
+    weights = weights_of(engine.module)
+    engine.destroy()
+    return losses, weights
+
+
+MUON = {"type": "Muon", "params": {"lr": 0.02}}
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tolerance"),
+    [
+        more({"bf16": {"enabled": True}, "optimizer": ADAM}, 0.03),
+        more({"fp16": {"enabled": True, "initial_scale_power": 8}, "optimizer": ADAM}, 0.02),
+        more({"optimizer": MUON}, 2e-3),
+        more({"optimizer": ADAM, "onefold": {"state_dtype": "int8", "int8_min_numel": 256}}, 1e-3),
+    ],
+)
+def test_optimizers_and_dtypes_train_as_without_division(on_ranks, keys, tolerance):
+    whole, divided = (on_ranks(2, train_alone, size, keys)[0] for size in (1, 2))
+    assert divided[0] == pytest.approx(whole[0], rel=tolerance)
+    for name, value in whole[1].items():
+        difference = (divided[1][name].float() - value.float()).abs().mean()
+        assert difference <= 3 * tolerance * value.float().abs().mean() + 1e-6, name
+
+
+def test_frozen_experts_are_divided_under_lora(on_ranks):
+    whole, divided = (on_ranks(2, train_alone, size, {"optimizer": ADAM}, True)[0] for size in (1, 2))
+    assert divided[0] == pytest.approx(whole[0], rel=1e-5)
+    assert divided[0][0] != divided[0][-1]
