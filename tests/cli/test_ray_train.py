@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,15 +31,15 @@ def run(checkpoints: Path, steps: int, temporary: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.program
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'ray[train]'")
-def test_two_workers_of_ray_train_and_resume(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    short = Path("/tmp") / f"ray-{os.getpid()}"  # Ray's sockets need a short path
-    short.mkdir()
-    words = run(tmp_path, 3, short)
-    assert "rank 0 of 2: step 3" in words
-    assert "rank 1 of 2: step 3" in words
-    with CheckpointReader.open(tmp_path) as checkpoint:
-        assert (checkpoint.manifest.global_steps, checkpoint.manifest.world_size) == (3, 2)
-    assert "rank 1 of 2: step 5" in run(tmp_path, 5, short)
+def test_two_workers_of_ray_train_and_resume(tmp_path: Path) -> None:
+    # The paths of Ray's sockets must be short.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
+        words = run(tmp_path, 3, Path(short))
+        assert "rank 0 of 2: step 3" in words
+        assert "rank 1 of 2: step 3" in words
+        with CheckpointReader.open(tmp_path) as checkpoint:
+            assert (checkpoint.manifest.global_steps, checkpoint.manifest.world_size) == (3, 2)
+        assert "rank 1 of 2: step 5" in run(tmp_path, 5, Path(short))
     with CheckpointReader.open(tmp_path) as checkpoint:
         assert checkpoint.manifest.global_steps == 5
         assert len(checkpoint.manifest.files) == 2
