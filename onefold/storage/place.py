@@ -161,6 +161,7 @@ class NewFile(AbstractContextManager["NewFile"]):
 
     def __init__(self, path: Place, nbytes: int) -> None:
         """`nbytes` is the size that the file will have."""
+        self._path = str(path)
         self._upload = ObjectUpload(path, nbytes) if isinstance(path, ObjectPath) else None
         self._file = _create(path, os.O_TRUNC, file_mode(path.parent)) if isinstance(path, Path) else None
 
@@ -169,7 +170,8 @@ class NewFile(AbstractContextManager["NewFile"]):
             self._upload.write(data, offset)
             return
         assert self._file is not None
-        write_all(self._file.fileno(), data, offset)
+        with waiting_for_disk("the write of", self._path):
+            write_all(self._file.fileno(), data, offset)
 
     def finish(self) -> int:
         """Flush the file to disk, or complete the object, and return its size."""
