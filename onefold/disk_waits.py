@@ -1,6 +1,7 @@
-"""Reads and writes of disks that have not returned, for the watch of stalled ranks (`recovery/stall_watch.py`).
+"""Requests to disks and object stores that have not returned, for the watch of stalled ranks.
 
-`checkpoint` and `offload` make each request inside `waiting_for_disk`. Requests are recorded only while the watch runs.
+`storage`, `checkpoint` and `offload` make each request inside `waiting_for_disk`. Requests are recorded only while the
+watch (`recovery/stall_watch.py`) runs.
 """
 
 from __future__ import annotations

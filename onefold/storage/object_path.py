@@ -20,6 +20,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, TypeVar
 
+from onefold.disk_waits import waiting_for_disk
+
 _MIB = 1 << 20
 # The protocols whose writes are atomic, with the package that fsspec needs and the extra of onefold that installs it.
 STORES = {
@@ -164,7 +166,8 @@ class ObjectPath:
         protocol = self.url.partition("://")[0]
         fs = _file_system_of(protocol, os.getpid())
         try:
-            return work(fs, fs._strip_protocol(self.url))
+            with waiting_for_disk("a request for", self.url):
+                return work(fs, fs._strip_protocol(self.url))
         except FileNotFoundError:
             raise FileNotFoundError(f"{self}: no such object or bucket") from None
         except Exception as error:

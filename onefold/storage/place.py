@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Self
 
+from onefold.disk_waits import waiting_for_disk
 from onefold.storage.object_path import STORES, ObjectFile, ObjectPath, ObjectUpload, StorageError
 
 Place = Path | ObjectPath
@@ -160,6 +161,7 @@ class NewFile(AbstractContextManager["NewFile"]):
 
     def __init__(self, path: Place, nbytes: int) -> None:
         """`nbytes` is the size that the file will have."""
+        self._path = str(path)
         self._upload = ObjectUpload(path, nbytes) if isinstance(path, ObjectPath) else None
         self._file = _create(path, os.O_TRUNC, file_mode(path.parent)) if isinstance(path, Path) else None
 
@@ -168,7 +170,8 @@ class NewFile(AbstractContextManager["NewFile"]):
             self._upload.write(data, offset)
             return
         assert self._file is not None
-        write_all(self._file.fileno(), data, offset)
+        with waiting_for_disk("the write of", self._path):
+            write_all(self._file.fileno(), data, offset)
 
     def finish(self) -> int:
         """Flush the file to disk, or complete the object, and return its size."""
@@ -201,7 +204,8 @@ def sync(path: Place) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with waiting_for_disk("the flush of", path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -235,7 +239,7 @@ def replace_file(path: Place, content: bytes, *, mode: int | None = None) -> Non
     mode = file_mode(path.parent) if mode is None else mode
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}.partial")
     try:
-        with _create(partial, os.O_EXCL, mode) as file:
+        with waiting_for_disk("the write of", path), _create(partial, os.O_EXCL, mode) as file:
             write_all(file.fileno(), content, 0)
             os.fsync(file.fileno())
         os.replace(partial, path)

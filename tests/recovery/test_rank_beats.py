@@ -17,6 +17,7 @@ from onefold import disk_waits
 from onefold.config import ConfigError
 from onefold.recovery import rank_beats, thread_stacks
 from onefold.recovery.rank_beats import RankBeat, SilentRanks
+from onefold.storage.object_path import ObjectPath
 
 
 def beat(of_rank: int, **values: Any) -> RankBeat:
@@ -124,6 +125,17 @@ def test_requests_to_disks_are_recorded_only_on_request():
             assert disk_waits.longest_disk_wait().what == "the write of a"
         assert disk_waits.longest_disk_wait() is None
         assert disk_waits.num_disk_requests() == before + 2
+    finally:
+        disk_waits.record_disk_waits(enabled=False)
+
+
+def test_requests_to_object_stores_are_recorded():
+    pytest.importorskip("fsspec")
+    disk_waits.record_disk_waits(enabled=True)
+    try:
+        place = ObjectPath("memory://bucket/a")
+        assert place._call(lambda fs, key: disk_waits.longest_disk_wait().what) == "a request for memory://bucket/a"
+        assert disk_waits.longest_disk_wait() is None
     finally:
         disk_waits.record_disk_waits(enabled=False)
 
