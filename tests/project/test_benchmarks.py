@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,19 @@ def test_a_family_has_no_variants():
     assert parse_systems("fsdp2,onefold-3") == ["fsdp2-keep", "fsdp2-reshard", "onefold-3"]
     assert "onefold-1-native" not in parse_systems("onefold")
     assert parse_systems("onefold-1-native") == ["onefold-1-native"]
+
+
+@pytest.mark.slow
+@pytest.mark.program
+@pytest.mark.parametrize("flags", [[], ["--fork-server"]], ids=["started", "forked"])
+def test_the_time_of_a_restart_is_divided_into_phases(flags: list[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    command = [sys.executable, "-m", "benchmarks.restart", "--preset", "tiny", "--tokens", "8", "--scenarios", "rank"]
+    command += ["--rounds", "1", "--disk", str(tmp_path), "--report", str(report), *flags]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
+    (row,) = re.findall(r"^\| rank +\|(.*)\|$", report.read_text(), re.MULTILINE)
+    *phases, total, _ = (float(cell) for cell in row.split("|"))
+    assert len(phases) == 8
+    assert min(phases) >= 0.0
+    assert sum(phases) == pytest.approx(total, abs=0.5)
+    assert list(tmp_path.iterdir()) == [report]
