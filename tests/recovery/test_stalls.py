@@ -108,8 +108,8 @@ def test_an_undisturbed_run_is_left_alone(quick: dict[str, Ended]) -> None:
     assert found.codes == [[0, 0], [0, 0]]
     assert [len(losses) for losses in found.losses()] == [STEPS, STEPS]
     assert sorted(path.name for path in (found.folder / "run").iterdir()) == ["heartbeats.json"]
-    assert [(beat["rank"], beat["step"]) for beat in found.beats] == [(0, STEPS), (1, STEPS)]
-    assert found.beats[0]["ended"]
+    assert [beat["rank"] for beat in found.beats] == [0, 1]
+    assert (found.beats[0]["step"], found.beats[0]["ended"]) == (STEPS, True)  # the other rank may still end
 
 
 @pytest.mark.parametrize(
