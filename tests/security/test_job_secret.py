@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from models import config, net, rank, start, train
 from torch._C._distributed_c10d import HashStore
 
+from onefold.checkpoint.format.folder import LOCK
 from onefold.comm.signed_store import SignedStore
 from onefold.job_secret import (
     JOB_SECRET,
@@ -124,6 +125,7 @@ def saves_of_others(folder: str, signed: bool) -> tuple[list[str], list[str], li
         data = Path(folder, "evil", "tag", "data-0")
         if rank() == 0:
             data.mkdir(parents=True)
+            (data / LOCK).touch()  # the sign of a folder that rank 0 has created
             request = {
                 "save_dir": str(data.parents[1]), "tag": "tag", "data": data.name, "save_latest": True,
                 "exclude_frozen": False, "background": False, "private": False, "number": 1, "steps": 1, "buffers": {},
@@ -134,7 +136,7 @@ def saves_of_others(folder: str, signed: bool) -> tuple[list[str], list[str], li
         dist.barrier()
         time.sleep(2)  # the listeners have looked several times
         dist.barrier()
-        written = sorted(path.name for path in data.iterdir())
+        written = sorted(path.name for path in data.iterdir() if path.name != LOCK)
         if not signed:
             engine.save_checkpoint(folder, tag="own")
         found = sorted(path.name for path in Path(folder).iterdir())
