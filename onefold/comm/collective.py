@@ -136,6 +136,12 @@ class CollectiveWrapper:
     def reserve_tag(self) -> int:
         return self._plain.reserve_tag()
 
+    def _start_spanned(self, reductions: Sequence[Reduction]) -> tuple[list[Reduction], Pending]:
+        """Start the reductions of only some ranks. Return those of all ranks, which are not started."""
+        spanned = [reduction for reduction in reductions if reduction.span is not None]
+        over_all = [reduction for reduction in reductions if reduction.span is None]
+        return over_all, self._plain.start_reduce_scatter(spanned) if spanned else Pending(lambda: None)
+
     def start_peer_exchange(self, exchanges: Sequence[PeerExchange], operation: str, tag: int | None = None) -> Pending:
         return self._plain.start_peer_exchange(exchanges, operation, tag)
 

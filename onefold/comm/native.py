@@ -47,12 +47,6 @@ class Native(CollectiveWrapper):
 
         return self._comm_stream.pending(complete)
 
-    def _start_spanned(self, reductions: Sequence[Reduction]) -> tuple[list[Reduction], Pending]:
-        """Start the reductions of only some ranks. Return those of all ranks, which are not started."""
-        spanned = [reduction for reduction in reductions if reduction.span is not None]
-        over_all = [reduction for reduction in reductions if reduction.span is None]
-        return over_all, self._plain.start_reduce_scatter(spanned) if spanned else Pending(lambda: None)
-
     def start_gather(self, ops: Sequence[AllGatherOp]) -> Pending:
         group, ledger = self.group, self._ledger
         spanned = [op for op in ops if op.span is not None]

@@ -108,6 +108,7 @@ class TwoLevel(CollectiveWrapper):
     # -- reductions ---------------------------------------------------------------------------------------------
 
     def start_reduce_scatter(self, reductions: Sequence[Reduction]) -> Pending:
+        reductions, others = self._start_spanned(reductions)
         with self._comm_stream.enter():
             sources = [self._on_wire(reduction) for reduction in reductions]
             rounds = [
@@ -127,6 +128,7 @@ class TwoLevel(CollectiveWrapper):
                     add_branches(one.branches, one.chunk.target, add=one.chunk.add)
                     self._give_back(one.taken)
             self._give_back([cast for cast, each in zip(sources, reductions, strict=True) if cast is not each.source])
+            others.finish()
 
         return self._comm_stream.complete_in_background(complete)
 

@@ -18,18 +18,20 @@ sum over the tokens of all ranks, like the gradient of any other parameter, so t
 counts each shard once. Experts that have no whole shards, such as small biases, are not divided: they are all-gathered
 like other parameters, and a rank computes with its part of them.
 
-[Note: the way of a token]
-A router has chosen k experts for each token. A rank sorts the k copies of its tokens by expert, tells the others how
-many each expert gets, and sends them. The layer computes what has arrived, with a weight of 1, and sends it back. The
-rank of the token multiplies by the weights of the router, and adds the k results. In backward, gradients take the same
-ways. A rank whose experts get no token computes one row of zeros, so that its gradients are ready when those of other
-ranks are.
+[Note: the path of a token]
+A router has chosen k experts for each token. A rank sorts the k copies of its tokens by expert, sends the number of
+tokens of each expert, and then the tokens. The layer computes the tokens that have arrived, with a weight of 1, and
+sends the results back. The rank of the token multiplies them by the weights of the router, and adds the k results. In
+backward, gradients take the same path. A rank whose experts get no token computes one row of zeros, so that its
+gradients are ready when those of other ranks are.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ class ExpertParallel:
         self._forwards: list[_DividedForward] = []
         if group is not None:
             ranks = ExpertRanks(group, ledger, device)
-            self._forwards = [_DividedForward(layer, ranks) for layer in layers]
+            self._forwards = [_DividedForward(layer, number, ranks) for number, layer in enumerate(layers)]
 
     def describe(self) -> str:
         """Describe the layers and the parts of their experts, or return an empty string if nothing is divided."""
@@ -77,13 +79,14 @@ def make_expert_parallel(
 
 
 class _DividedForward:
-    """The forward of an expert layer, whose tokens are computed by other ranks. See [Note: the way of a token]."""
+    """The forward of an expert layer, whose tokens are computed by other ranks. See [Note: the path of a token]."""
 
-    def __init__(self, layer: ExpertLayer, ranks: ExpertRanks) -> None:
-        self._layer, self._ranks = layer, ranks
+    def __init__(self, layer: ExpertLayer, number: int, ranks: ExpertRanks) -> None:
+        self._layer, self._number, self._ranks = layer, number, ranks
         self._num_own = layer.num_experts // ranks.size
-        self._had_own = "forward" in layer.module.__dict__
+        self._was_set_on_module = "forward" in layer.module.__dict__
         self._forward: Callable[..., Tensor] = layer.module.forward
+        functools.update_wrapper(self, self._forward, updated=())
         layer.module.forward = self  # type: ignore[method-assign]
 
     @property
@@ -91,25 +94,31 @@ class _DividedForward:
         return self._layer.num_experts
 
     def restore(self) -> None:
-        """Make the forward of the module what it was."""
-        if self._had_own:
-            self._layer.module.forward = self._forward  # type: ignore[method-assign]
-        else:
-            del self._layer.module.forward
+        """Restore the original forward of the module, unless the program has replaced this one."""
+        if self._layer.module.__dict__.get("forward") is self:
+            if self._was_set_on_module:
+                self._layer.module.forward = self._forward  # type: ignore[method-assign]
+            else:
+                del self._layer.module.forward
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as the original forward, because no engine manages the copy of a model."""
+        return _same, (self._forward,)
 
     @outside_compiler
     def __call__(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         index, weights = (*routing, *named.values())
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        index, weights = index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        index, weights = index.reshape(-1, index.shape[-1]), weights.reshape(-1, index.shape[-1])
         order = index.flatten().argsort(stable=True)
         sent, received, experts = self._route(tokens, index)
         copies = tokens[order // index.shape[1]]
         arrived: Tensor = ExchangeTokens.apply(self._ranks, copies, sent, received, None)  # type: ignore[no-untyped-call]
         computed = self._compute(arrived, experts, weights.dtype)
-        anchor = tokens.new_zeros((), requires_grad=True) if torch.is_grad_enabled() else None
+        trains = tokens.requires_grad or any(each.requires_grad for each in self._layer.module.parameters())
+        anchor = tokens.new_zeros((), requires_grad=True) if trains and torch.is_grad_enabled() else None
         returned: Tensor = ExchangeTokens.apply(self._ranks, computed, received, sent, anchor)  # type: ignore[no-untyped-call]
-        results = returned[order.argsort()].view(*index.shape, -1)
+        results = returned[order.argsort()].view(*index.shape, tokens.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype).view(hidden_states.shape)
 
     def _route(self, tokens: Tensor, index: Tensor) -> tuple[list[int], list[int], Tensor]:
@@ -118,10 +127,16 @@ class _DividedForward:
             even = [len(tokens) * index.shape[1] // self._ranks.size] * self._ranks.size
             even[0] += len(tokens) * index.shape[1] - sum(even)
             return even, even, index.new_zeros(sum(even))
-        counts = torch.bincount(index.flatten(), minlength=self._layer.num_experts)
-        header = [tokens.shape[1], index.shape[1], _DTYPES.index(tokens.dtype), int(tokens.requires_grad)]
+        counts = torch.bincount(index.flatten(), minlength=self._layer.num_experts + 1)
+        has_gradient = int(torch.is_grad_enabled()) + int(tokens.requires_grad)
+        header = [self._number, tokens.shape[1], index.shape[1], _DTYPES.index(tokens.dtype), has_gradient]
         rows = self._ranks.gather_routing(torch.cat([counts.new_tensor(header), counts]))
         self._check([row[: len(header)] for row in rows])
+        if any(row[-1] for row in rows):
+            raise ValueError(
+                f"expert parallelism: {self._layer.name} was called with expert {self._layer.num_experts}, which does "
+                "not exist, for tokens without an expert. Set onefold.expert_parallel_size to 1."
+            )
         by_rank = [[row[len(header) :][at : at + self._num_own] for at in self._starts] for row in rows]
         own = self._ranks.rank
         arriving = [parts[own] for parts in by_rank]
@@ -137,17 +152,18 @@ class _DividedForward:
         """Raise if ranks route different kinds of tokens, before they send them."""
         if any(header != headers[0] for header in headers):
             shown = "; ".join(
-                f"rank {self._ranks.group.global_rank(rank)}: {width} features, {k} experts for each, "
-                f"{_DTYPES[dtype]}, {'with' if has_gradient else 'without'} gradients"
-                for rank, (width, k, dtype, has_gradient) in enumerate(headers)
+                f"rank {self._ranks.group.global_rank(rank)}: expert layer {number}, {width} features, {k} experts for "
+                f"each, {_DTYPES[dtype]}, {('no gradients', 'no gradients of tokens', 'gradients')[has_gradient]}"
+                for rank, (number, width, k, dtype, has_gradient) in enumerate(headers)
             )
             raise ValueError(
-                f"expert parallelism: the ranks call {self._layer.name} with different tokens ({shown}). Run the same "
-                "model on all ranks, in the same mode."
+                f"expert parallelism: the ranks call different layers, or with different tokens; this rank calls "
+                f"{self._layer.name}, layer {self._number} ({shown}). Run the same layers on all ranks, in the same "
+                "mode."
             )
 
     def _compute(self, tokens: Tensor, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what this rank's experts make of tokens."""
+        """Apply this rank's experts to the received tokens."""
         num_tokens = len(tokens)
         if not num_tokens:
             tokens, experts = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]), experts.new_zeros(1)
@@ -164,15 +180,24 @@ class _DividedForward:
     def _own_experts(self) -> Iterator[None]:
         """Give the module the number of this rank's experts, and their part of parameters that have all experts."""
         layer, module = self._layer, self._layer.module
-        given = {name: parameter for name in layer.stacked if (parameter := module._parameters[name]) is not None}
+        found = {name: parameter for name in layer.stacked if (parameter := module._parameters[name]) is not None}
         setattr(module, layer.count, self._num_own)
         try:
-            with part_attached(given.values()):
-                for name, parameter in given.items():
+            with part_attached(found.values()):
+                for name, parameter in found.items():
+                    if len(parameter) not in (layer.num_experts, self._num_own):
+                        raise RuntimeError(
+                            f"expert parallelism: {layer.name}.{name} has {len(parameter)} experts here, because "
+                            "another engine divides it in other parts. Use one expert_parallel_size for both."
+                        )
                     first = self._ranks.rank * self._num_own if len(parameter) == layer.num_experts else 0
                     # A view, because autograd would save the Parameter itself, whose values are hidden in backward.
                     module._parameters[name] = parameter.narrow(0, first, self._num_own)  # type: ignore[assignment]
                 yield
         finally:
-            module._parameters.update(given)
+            module._parameters.update(found)
             setattr(module, layer.count, layer.num_experts)
+
+
+def _same(forward: Any) -> Any:
+    return forward

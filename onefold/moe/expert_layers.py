@@ -70,6 +70,8 @@ def divided_expert_layers(model: nn.Module, size: int) -> list[ExpertLayer]:
             stacked = tuple(each for each, shape in shapes.items() if shape and shape[0] == number)
             if stacked:
                 found.append(ExpertLayer(name, module, number, count, stacked))
+            elif hasattr(module, _MARK):
+                raise ConfigError(f"onefold.experts: {name} has no parameters of {number} stacked experts of its own.")
     _check(model, found, size)
     return found
 
@@ -90,6 +92,14 @@ def _check(model: nn.Module, layers: list[ExpertLayer], size: int) -> None:
     for layer in layers:
         if layer.num_experts % size:
             raise ConfigError(f"{key} does not divide the {layer.num_experts} experts of {layer.name}. Use a divisor.")
+        others = [*layer.module.named_parameters(), *layer.module.named_buffers()]
+        for each, tensor in others:
+            shape = unsharded_shape(tensor)
+            if each not in layer.stacked and shape and shape[0] == layer.num_experts:
+                raise ConfigError(
+                    f"{key}: {layer.name}.{each} seems to have an entry for each expert, but only parameters of the "
+                    "layer itself are divided. Make it a parameter of the layer, or use 1."
+                )
     for name, module in model.named_modules():
         if type(module).__name__ == _ADAPTER and any(layer.name.startswith(f"{name}.") for layer in layers):
             raise ConfigError(

@@ -247,7 +247,9 @@ class FlatGrad:
     def _adopt(self, parameter: nn.Parameter, pool: Pool) -> bool:
         """Make the gradient on a Parameter the slot, if nothing else refers to its memory."""
         gradient = raw_grad(parameter)
-        if gradient is None or gradient.dtype != self._slot_dtype or not is_unshared(gradient):
+        if gradient is None or gradient.dtype != self._slot_dtype or gradient.numel() != self.layout.total:
+            return False
+        if not is_unshared(gradient):
             return False
         set_raw_grad(parameter, None)
         self.slot = pool.adopt(gradient.detach().view(-1))

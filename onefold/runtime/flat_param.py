@@ -154,6 +154,11 @@ class FlatParam:
             return self.fp8.prepare_all_gather(self.shard_on_device())
         if not lossless and self.spec.num_expert_parts > 1:
             return self._prepare_all_gather_of_part()
+        if self.has_part:
+            raise RuntimeError(
+                f"{self.layout.members[0].name} is in use with the experts of this rank, so all experts cannot be "
+                "gathered. Use GatheredParameters outside of the forward of its unit."
+            )
         self._allocate(self.layout, is_part=False)
         self._is_rounded = not lossless and self._wire is not Wire.NATIVE
         if self.secondary is not None and not lossless and (use_secondary or not self.trainable):

@@ -47,9 +47,9 @@ class StackedExperts(nn.Module):
 class Routed(nn.Module):
     """A model of one expert layer whose routing is given."""
 
-    def __init__(self, routing: str, width: int = 16, hidden: int = 64) -> None:
+    def __init__(self, routing: str, width: int = 16, hidden: int = 64, skips: bool = False) -> None:
         super().__init__()
-        self.routing, self.rank = routing, 0
+        self.routing, self.rank, self.skips = routing, 0, skips
         self.embed = nn.Embedding(VOCABULARY, width)
         self.scale = nn.Linear(width, 2)
         self.experts = onefold.experts(StackedExperts(width, hidden), count="num_parts")
@@ -60,7 +60,9 @@ class Routed(nn.Module):
         place = torch.arange(len(x), device=x.device)
         first = ROUTINGS[self.routing](place, self.rank)
         index = torch.stack([first, (first + 1) % NUM_EXPERTS], 1)
-        x = x + self.experts(x, index, self.scale(x).softmax(-1))
+        routed = 0 if self.skips and self.rank == 1 else len(x)
+        y = self.experts(x[:routed], index[:routed], self.scale(x[:routed]).softmax(-1))
+        x = torch.cat([x[:routed] + y, x[routed:]])
         return F.cross_entropy(self.head(x), labels.flatten())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from expert_cases import (
     LENGTH,
     MICRO,
     STEPS,
+    batch_of,
     make_model,
     save_and_load,
     settings_of,
@@ -47,6 +49,17 @@ def test_models_of_transformers_train_as_plain_torch_and_alike_in_stages(on_rank
 @pytest.mark.parametrize("routing", ["all to one", "none to some", "other on each rank", more("even")])
 def test_experts_without_tokens_train_as_in_plain_torch(on_ranks, routing, stage):
     run(on_ranks, 4, routing, 4, stage)
+
+
+def test_a_rank_may_route_no_tokens(on_ranks):
+    run(on_ranks, 2, "even", 2, 3, {"skips": True})
+
+
+@pytest.mark.parametrize(("world", "size"), [(4, 2), more(4, 4)])
+def test_nodes_sum_the_gradients_of_the_own_experts(on_ranks, world, size):
+    """Two nodes of two ranks: other gradients are summed inside nodes first."""
+    found = run(on_ranks, world, "even", size, 2, onefold={"node_size": 2})
+    assert found[0]["divided"]
 
 
 def test_experts_without_whole_shards_are_computed_in_parts(on_ranks):
@@ -181,6 +194,10 @@ def test_what_cannot_be_divided_is_refused_by_name(on_ranks):
         onefold.experts(torch.nn.Linear(4, 4))
 
 
+def routed() -> tuple[torch.Tensor, ...]:
+    return torch.zeros(4, 16), torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1)
+
+
 def misuse(case: str) -> str:
     """Call expert layers in ways that would give wrong results."""
     model = make_model("even")
@@ -191,6 +208,15 @@ def misuse(case: str) -> str:
             tokens = torch.zeros(4, width, dtype=torch.float32 if rank() else torch.float64)
             with torch.no_grad():
                 model.experts.forward(tokens, torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1))
+        elif case == "trained gathered":
+            with onefold.zero.GatheredParameters(list(model.parameters())):
+                engine.backward(engine(**batch_of(0, rank())))
+        elif case == "copied":
+            with onefold.zero.GatheredParameters(list(model.parameters())):
+                copied = copy.deepcopy(model)
+            return (
+                "plain" if "forward" not in vars(copied.experts) or copied.experts(*routed()).shape == (4, 16) else ""
+            )
         else:  # a penalty on all experts
             loss = engine(**{"input_ids": torch.zeros(1, 3, dtype=torch.long), "labels": torch.zeros(1, 3).long()})
             loss = loss + model.experts.up.square().sum()
@@ -204,7 +230,10 @@ def misuse(case: str) -> str:
 
 def test_wrong_calls_are_named(on_ranks):
     for found in on_ranks(2, misuse, "other tokens"):
-        assert "different tokens (rank 0: 16 features, 1 experts for each, torch.float64, without gradients; " in found
+        assert "(rank 0: expert layer 0, 16 features, 1 experts for each, torch.float64, no gradients; " in found
+    for found in on_ranks(2, misuse, "trained gathered"):
+        assert "was trained inside GatheredParameters, with the experts of all ranks" in found
+    assert on_ranks(2, misuse, "copied") == ["plain"] * 2
     for found in on_ranks(2, misuse, "penalty"):
         assert "experts.up is gathered for its expert layer only" in found, found
 
