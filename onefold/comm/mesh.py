@@ -307,7 +307,7 @@ def _group_of_axis(axis: str, size: int, groups: Sequence[range], data: Group) -
     assert world is not None, "init_distributed comes first"
     found = _groups.get((axis, size))
     if found is not None and found[0] is world:
-        return found[1]
+        return replace(found[1], nodes=nodes)  # engines may count nodes differently
     kind = "nccl" if "nccl" in str(dist.get_backend()) else "gloo"
     own: dict[str, dist.ProcessGroup] = {}
     with world_detector().waiting_for("the process groups"):

@@ -155,10 +155,8 @@ class FlatParam:
         if not lossless and self.spec.num_expert_parts > 1:
             return self._prepare_all_gather_of_part()
         if self.has_part:
-            raise RuntimeError(
-                f"{self.layout.members[0].name} is in use with the experts of this rank, so all experts cannot be "
-                "gathered. Use GatheredParameters outside of the forward of its unit."
-            )
+            name = self.layout.members[0].name
+            raise RuntimeError(f"{name} is in use with the experts of this rank. Gather it outside of the forward.")
         self._allocate(self.layout, is_part=False)
         self._is_rounded = not lossless and self._wire is not Wire.NATIVE
         if self.secondary is not None and not lossless and (use_secondary or not self.trainable):
@@ -192,9 +190,8 @@ class FlatParam:
         """Return what this rank sends. `is_overwritten`: `full` will have other values than the shard."""
         shard = self.store.param
         assert shard is not None
-        if shard.tier is Tier.DEVICE:
-            return self.shard_on_device()
-        return shard.gather_source(is_overwritten=is_overwritten)
+        on_device = shard.tier is Tier.DEVICE
+        return self.shard_on_device() if on_device else shard.gather_source(is_overwritten=is_overwritten)
 
     def attach_views(self) -> None:
         """Make the Parameters views of `full`, or give layers their weights in FP8, after the all-gather."""
@@ -306,11 +303,8 @@ class FlatParam:
         placeholder = torch.empty(0, dtype=self.dtype, device=self.device)
         storage = self.full.untyped_storage()
         # A parameter that was moved to another flat parameter has other memory.
-        aliases = [
-            parameter
-            for parameter in self.parameters
-            if self._is_part or torch._C._is_alias_of(parameter, self.full)  # type: ignore[attr-defined]
-        ]
+        is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]
+        aliases = [each for each in self.parameters if self._is_part or is_alias(each, self.full)]
         detach_values(aliases, placeholder)
         if drop or self.handed_out or not storage.resizable() or (not storage.is_cuda and storage.is_shared()):
             self.full = placeholder

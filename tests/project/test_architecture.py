@@ -253,7 +253,7 @@ BUDGETS = {
     "recovery": 1_100,
     "report": 1_790,
     "runtime": 6_440,
-    "moe": 370,
+    "moe": 400,
     "sequence": 1_300,
     "tools": 10_400,
     "storage": 520,
