@@ -15,7 +15,7 @@ from onefold.runtime.param_handle import handle_of
 def divided_spec(name: str, shape: tuple[int, ...], group: int, plan: Plan, **alike: Any) -> FlatParamSpec | None:
     """Return the flat parameter of stacked experts that are divided, or None if they cannot be.
 
-    `alike` are the other properties of the flat parameter.
+    `alike` has the other fields of the spec: dtype, trainable, persistent, packed, multiplies_in_fp8 and state_spec.
     """
     if plan.num_expert_parts == 1 or not plan.shards_states or alike["persistent"] or alike["packed"]:
         return None
@@ -27,9 +27,9 @@ def divided_spec(name: str, shape: tuple[int, ...], group: int, plan: Plan, **al
 
 @contextmanager
 def part_attached(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Give stacked experts that were gathered for this rank their values, for the layer that they were gathered for.
+    """Attach the gathered experts of this rank to their Parameters while their layer computes.
 
-    The engine gathers them before the forward of their unit. Others have all their values already.
+    Parameters that are not divided keep the values that they have.
     """
     handles = ((handle_of(parameter), parameter) for parameter in parameters)
     places = (handle.location_of(parameter) for handle, parameter in handles if handle is not None)

@@ -71,7 +71,7 @@ class FlatParam:
         self.store = ShardStore(spec, plan, rank, device, memory)
         self.full = torch.zeros(self.layout.total, dtype=spec.dtype, device=device)
         self._rank = rank
-        # `full` has what the last all-gather for a forward or backward left there, instead of the whole flat parameter.
+        # `full` has the layout of the experts of this rank, because it was gathered for a forward or backward.
         self._is_part = False
         self._wire = Wire.NATIVE if spec.packed else plan.wire_of(trainable=spec.trainable)
         # A view of `full` was returned to the user, who may keep it.
@@ -215,11 +215,11 @@ class FlatParam:
         return self._is_part and not self.is_sharded
 
     def attach_part(self, index: int) -> None:
-        """Give a Parameter the experts of this rank, while their layer computes."""
+        """Make a Parameter a view of the experts of this rank, while their layer computes."""
         attach_values([self.parameters[index]], [self.view_of(index)])
 
     def hide_part(self, index: int) -> None:
-        """Give a Parameter the shape of the experts of this rank, without values, until their layer computes."""
+        """Make a Parameter a placeholder with the shape of the experts of this rank, until their layer computes."""
         shape = self.spec.used_layout.members[index].shape
         set_data(self.parameters[index], self.full.new_full((1,), math.nan).expand(shape))
         set_proxy_class(self.parameters[index], sharded=True)

@@ -191,9 +191,25 @@ def test_what_cannot_be_divided_is_refused_by_name(on_ranks):
     assert "onefold.cuda_graphs cannot be combined" in found
     other = {"expert_parallel": {"enabled": True, "autoep_size": 1}}
     assert "expert_parallel.autoep_size = 1" in on_ranks(2, refused, "Mixtral", other)[0]
+    assert "experts.scale seems to have an entry for each expert" in on_ranks(2, with_a_buffer)[0]
     assert "adapts stacked experts by LoRA" in on_ranks(2, adapted)[0]
     with pytest.raises(ValueError, match="has no number of experts in its attribute 'num_experts'"):
         onefold.experts(torch.nn.Linear(4, 4))
+
+
+def gather_all(model: torch.nn.Module) -> None:
+    with onefold.zero.GatheredParameters(list(model.parameters())):
+        pass
+
+
+def with_a_buffer() -> str:
+    model = make_model("even")
+    model.experts.register_buffer("scale", torch.ones(8))
+    try:
+        start(model, settings_of(3, 2)).destroy()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
 
 
 def routed() -> tuple[torch.Tensor, ...]:
@@ -210,6 +226,14 @@ def misuse(case: str) -> str:
             tokens = torch.zeros(4, width, dtype=torch.float32 if rank() else torch.float64)
             with torch.no_grad():
                 model.experts.forward(tokens, torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1))
+        elif case == "no expert":
+            tokens, index, weights = routed()
+            with torch.no_grad():
+                model.experts.forward(tokens, index + 8 * rank(), weights)
+        elif case == "gathered in use":
+            with torch.no_grad():
+                model.embed.register_forward_hook(lambda *_: gather_all(model))
+                engine(**batch_of(0, rank()))
         elif case == "trained gathered":
             with onefold.zero.GatheredParameters(list(model.parameters())):
                 engine.backward(engine(**batch_of(0, rank())))
@@ -235,6 +259,10 @@ def test_wrong_calls_are_named(on_ranks):
         assert "(rank 0: expert layer 0, 16 features, 1 experts for each, torch.float64, no gradients; " in found
     for found in on_ranks(2, misuse, "trained gathered"):
         assert "was trained inside GatheredParameters, with the experts of all ranks" in found
+    for found in on_ranks(2, misuse, "no expert"):
+        assert "experts was called with expert 8, which does not exist" in found
+    for found in on_ranks(2, misuse, "gathered in use"):
+        assert "is in use with the experts of this rank. Gather it outside of the forward" in found
     assert on_ranks(2, misuse, "copied") == ["plain"] * 2
     for found in on_ranks(2, misuse, "penalty"):
         assert "experts.up is gathered for its expert layer only" in found, found
