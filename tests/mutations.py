@@ -386,8 +386,8 @@ MUTATIONS = [
     Mutation(
         "adopt-kept-gradient",
         "onefold/runtime/flat_grad.py",
-        "or not is_unshared(gradient)",
-        "or not gradient.is_contiguous()",
+        "if not is_unshared(gradient)",
+        "if not gradient.is_contiguous()",
         "test_resident_memory.py -k without_a_copy",
     ),
     Mutation(
