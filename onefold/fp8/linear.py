@@ -69,6 +69,7 @@ class Fp8Linear(nn.Linear):
         rows = input.reshape(-1, input.shape[-1])
         if torch.compiler.is_compiling():
             state.is_compiled = True
+            _allow_in_graph()
             output = _MultiplyInGraph.apply(
                 rows, self.weight, values, inverse_scale, state.by_row, state.emulate, dtype
             )  # type: ignore[no-untyped-call]
@@ -130,7 +131,8 @@ class _MultiplyInGraph(torch.autograd.Function):
     """The three products of a layer in a compiled model.
 
     They have no effects but their results. So the compiler may fuse casts with what computes the matrices, and choose
-    what is saved for backward.
+    what is saved for backward. It takes the function into the graph as it is (`_allow_in_graph`): torch 2.11 loses the
+    gradients of weights if it traces the Python code of both methods itself.
     """
 
     @staticmethod
@@ -161,6 +163,18 @@ class _MultiplyInGraph(torch.autograd.Function):
             gradient, input, weight, gathered, ctx.dtypes, needed, by_row=ctx.by_row, emulate=ctx.emulate
         )
         return of_inputs, of_weights, None, None, None, None, None
+
+
+def _allow_in_graph() -> bool:
+    """Tell the compiler not to look into `_MultiplyInGraph`. It calls this while it traces the first layer.
+
+    A decorator would import the compiler in programs that do not compile.
+    """
+    torch.compiler.allow_in_graph(_MultiplyInGraph)
+    return True
+
+
+_allow_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _scaled(values: Tensor | None, inverse_scale: Tensor | None) -> ScaledTensor | None:

@@ -77,9 +77,14 @@ def to_fp8(
     return tuple(None if values is None else ScaledTensor(values, inverse) for values in (rows, columns))  # type: ignore[return-value]
 
 
+def _is_traced(tensor: Tensor) -> bool:
+    """Return whether a compiler traces what is done with a tensor. Its tensors have classes of their own."""
+    return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
+
+
 def _kernels_for(tensor: Tensor) -> Any:
     """Return the Triton kernels, or None if torch computes with this tensor."""
-    return None if torch.compiler.is_compiling() else _kernels(tensor)
+    return None if _is_traced(tensor) else _kernels(tensor)
 
 
 def _largest(matrix: Tensor, *, by_row: bool = False) -> Tensor:
@@ -87,7 +92,7 @@ def _largest(matrix: Tensor, *, by_row: bool = False) -> Tensor:
     if not matrix.numel():  # of an expert without tokens, for example
         return matrix.new_zeros((matrix.shape[0], 1) if by_row else ())
     matrix = matrix.detach()
-    if torch.compiler.is_compiling():  # which fuses these two with what computes the matrix
+    if _is_traced(matrix):  # the compiler fuses these two with what computes the matrix
         return matrix.abs().amax(1, keepdim=True) if by_row else matrix.abs().amax()
     largest: Tensor = torch.linalg.vector_norm(matrix, torch.inf, dim=1 if by_row else None, keepdim=by_row)
     return largest

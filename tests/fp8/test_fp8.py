@@ -495,21 +495,22 @@ def test_a_compiled_block_is_one_graph_with_the_gradients_of_eager_mode(own_rank
     own_ranks(1, compile_a_block, recipe)
 
 
-def compile_a_block(recipe: str) -> None:
+def compile_a_block(recipe: str, backend: str = "aot_eager", **kind: Any) -> None:
     torch.manual_seed(0)
     layers = [nn.LayerNorm(32), nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32)]
-    block, x = nn.Sequential(*layers), torch.randn(2, 16, 32)
+    block, x = nn.Sequential(*layers).to(**kind), torch.randn(2, 16, 32).to(**kind)
     for layer in (block[1], block[3]):
         layer.__class__ = Fp8Linear
-        layer.fp8 = Fp8State("", layer.weight, by_row=recipe == "rowwise", emulate=True)
+        layer.fp8 = Fp8State("", layer.weight, by_row=recipe == "rowwise", emulate=not kind)
     found = []
-    for call in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+    for call in (block, torch.compile(block, backend=backend, fullgraph=True)):
         leaf = x.clone().requires_grad_()
         call(leaf).square().sum().backward()
         found.append([leaf.grad, *(parameter.grad for parameter in block.parameters())])
         block.zero_grad()
     for eager, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+        assert eager.norm() > 0
+        assert (compiled - eager).norm() < (0.1 if kind else 1e-5) * eager.norm()
 
 
 # -- the planner ------------------------------------------------------------------------------------------------------

@@ -99,16 +99,17 @@ def test_adamw_in_one_pass_has_the_bits_of_torch(dtype, hyper, factor) -> None:
     """Also with weights that the program has written to, and for a step that the device skips."""
     numel, given = 5_000_001, {"lr": 1.7e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **hyper}
     given |= {"decoupled_weight_decay": True}
-    held = [values_of(None, numel, 1), *torch.zeros(2, numel, device="cuda")]
+    generator = torch.Generator("cuda").manual_seed(1)
+    held = [torch.randn(numel, device="cuda", generator=generator), *torch.zeros(2, numel, device="cuda")]
     weights = held[0].to(torch.bfloat16)
     weights[::7] += 1
     expected = [held[0].clone(), *torch.zeros(2, numel, device="cuda")]
-    expected[0][::7] = weights[::7].float()
+    expected[0][::7] = weights[::7].float()  # each of them changed
     coefficient = torch.full((), 0.7, device="cuda") if factor == "on the device" else factor
     buffers = dict(zip((MASTER, "exp_avg", "exp_avg_sq"), map(Buffer.of, held), strict=True))
     skip = torch.ones((), device="cuda")
     for number in (1, 2, 3):
-        gradient = values_of(None, numel, number + 5).to(dtype)
+        gradient = torch.randn(numel, device="cuda", generator=generator).to(dtype)
         tile = rules.StoredTile(buffers, gradient, coefficient, None, None, weights, takes_over=True)
         assert rules.AdamRule().apply_stored(tile, given, number)
         assert rules.AdamRule().apply_stored(replace(tile, skip=skip, takes_over=False), given, number)
