@@ -288,11 +288,14 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
-    rolls_back = "rollback" in (own.nonfinite_gradients, own.loss_spike.factor and own.loss_spike.action)
+    rolls_back = "rollback" in (
+        own.nonfinite_gradients,
+        *(spike.factor and spike.action for spike in (own.loss_spike, own.grad_norm_spike)),
+    )
     if "onefold.max_rollbacks" in asked and not rolls_back:
         yield (
-            "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients or onefold.loss_spike.action "
-            'is "rollback"'
+            "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients, onefold.loss_spike.action or "
+            'onefold.grad_norm_spike.action is "rollback"'
         )
     if "onefold.stop.seconds" in asked and not own.stop.handled:
         yield "onefold.stop.seconds: it has no effect without onefold.stop.save_to or onefold.stop.signals"
