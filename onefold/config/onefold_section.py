@@ -118,8 +118,8 @@ class StallSection:
     )
     folder: str | None = key(
         None,
-        "Folder of `heartbeats.json` and `stacks.txt`. The default is the folder of `onefold.report`, or `stall` in "
-        "the working directory.",
+        "Folder of `heartbeats.json` and `stacks.txt`, not a URL. The default is the folder of `onefold.report`, or "
+        "`stall` in the working directory if that is a URL or missing.",
         switch="seconds",
     )
 
@@ -289,8 +289,8 @@ class OnefoldSection:
     )
     report: str | None = key(
         None,
-        "Folder in which rank 0 records the run in `run.jsonl`, with one line per step, for `onefold report` and "
-        "`onefold watch`. By default, no record is written.",
+        "Folder, or URL in an object store, in which rank 0 records the run in `run.jsonl`, with one line per step, "
+        "for `onefold report` and `onefold watch`. By default, no record is written.",
     )
     metrics_address: str | None = key(
         None,
