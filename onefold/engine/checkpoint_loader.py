@@ -363,8 +363,8 @@ class CheckpointLoader:
         state.skipped_steps = counters["skipped_steps"]
         state.window.resume(counters["micro_steps"])
         state.decision.forget_norm()
-        if state.decision.loss_guard is not None:
-            state.decision.loss_guard.load_state_dict(found.state.get("losses", ()))
+        for name, spikes in state.decision.spike_guards.items():
+            spikes.load_state_dict(found.state.get(name, ()))
         if not options.exactly:
             return
         if self._restores_data(found, options):

@@ -199,7 +199,7 @@ class CheckpointSaver:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
             "loss_scale": state.decision.loss_scale.state_dict(),
-            **({"losses": state.decision.loss_guard.state_dict()} if state.decision.loss_guard is not None else {}),
+            **{name: spikes.state_dict() for name, spikes in state.decision.spike_guards.items()},
             "counters": {
                 "global_steps": state.global_steps,
                 "global_samples": state.global_samples,

@@ -50,6 +50,7 @@ COUNT_ALONE = {
     "onefold.honour_writes",
     "onefold.nonfinite_gradients",
     "onefold.loss_spike.factor",
+    "onefold.grad_norm_spike.factor",
     "onefold.replica_check_every",
     "onefold.reexecute_steps",
     "onefold.nccl_error_handling",

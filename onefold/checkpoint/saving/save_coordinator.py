@@ -34,6 +34,7 @@ from onefold.checkpoint.saving.rank_shard_writer import (
 )
 from onefold.comm import Board, Disagreement, Guard, RankTimeout
 from onefold.log import logger
+from onefold.storage.before_exit import join_before_exit
 from onefold.storage.place import Place, absolute, file_size, place, read_small, remove_tree
 
 PERIOD = 0.25
@@ -136,6 +137,7 @@ class SaveCoordinator:
     def _start_thread(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="onefold-save")
         thread.start()
+        join_before_exit(thread)
         self._thread = thread
 
     def _keep_error(self, work: Callable[[], None]) -> None:

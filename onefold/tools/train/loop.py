@@ -23,6 +23,7 @@ from onefold.engine import Engine
 from onefold.log import logger
 from onefold.plan import make_plan
 from onefold.report.memory_usage import peak_bytes, used_bytes
+from onefold.report.run_file import RunFileError
 from onefold.runtime import unsharded_shape
 from onefold.stop_signals import SAME_SIGNAL_SECONDS
 from onefold.tools.pages.page import write_page
@@ -59,7 +60,10 @@ def train(options: TrainOptions) -> bool:
         finally:
             engine.destroy()
         if dist.get_rank() == 0:
-            print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
+            try:
+                print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
+            except (OSError, RunFileError) as error:  # of an object store; the run is complete
+                logger.warning("the report cannot be written: %s", error)
     # The launcher ends all ranks when the first one exits with an error code.
     dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
