@@ -1570,4 +1570,33 @@ MUTATIONS = [
         "if False:",
         "test_fp8.py -k read_in_a_forward",
     ),
+    # -- experts in lists, and DeepSpeed's layer -----------------------------------------------------------------
+    Mutation(
+        "experts-of-the-first-part",
+        "onefold/checkpoint/deepspeed/expert_files.py",
+        "self.part * len(numbers[match['list']])",
+        "0 * len(numbers[match['list']])",
+        "test_deepspeed_moe.py -k checkpoints_have_all_experts",
+    ),
+    Mutation(
+        "second-choices-before-first",
+        "onefold/compat/moe_gate.py",
+        "before = before + chosen.sum(0)",
+        "before = before + 0",
+        "test_deepspeed_moe.py -k gates_as_gshard",
+    ),
+    Mutation(
+        "other-noise-in-the-second-run",
+        "onefold/moe/listed_experts.py",
+        "        random.restore()\n",
+        "",
+        "test_listed_experts.py -k noise_is_the_same",
+    ),
+    Mutation(
+        "experts-of-another-part",
+        "onefold/runtime/build.py",
+        "expert_part=group.shard // param.span",
+        "expert_part=group.shard % param.span",
+        "test_listed_experts.py -k lists_train",
+    ),
 ]

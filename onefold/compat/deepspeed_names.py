@@ -33,12 +33,14 @@ MODULES = {
     "git_version_info": "git_version_info",
     "groups": "utils.bwc utils.groups",
     "helpers": """
-        moe.utils runtime.compiler runtime.torch_autocast runtime.utils utils.debug utils.init_on_device
-        utils.module_utils utils.nvtx utils.torch
+        runtime.compiler runtime.torch_autocast runtime.utils utils.debug utils.init_on_device utils.module_utils
+        utils.nvtx utils.torch
     """,
     "inference": "inference.engine",
     "loss_scaler": "runtime.fp16.loss_scaler",
     "lr_schedules": "runtime.lr_schedules",
+    "moe_layer": "moe.layer",
+    "moe_utils": "moe.utils",
     "numa": "utils.numa",
     "op_builders": "ops.aio ops.op_builder ops.op_builder.all_ops ops.op_builder.builder",
     "optimizers": "ops.adagrad.cpu_adagrad ops.adam.cpu_adam ops.adam.fused_adam ops.lion.cpu_lion ops.lion.fused_lion",
@@ -135,6 +137,8 @@ NAMES: dict[str, dict[str, str]] = {
     "env_report": {"onefold.env_report": "main cli_main=main"},
     "inference": {"inference": "InferenceEngine"},
     "module_inject.layers": {"partitioning": "GatherReplacedLayerParams"},
+    "moe.experts": {"moe_layer": "Experts"},
+    "moe.sharded_moe": {"moe_gate": "TopKGate", "moe_layer": "MOELayer"},
     "monitor.monitor": {
         "onefold.report.monitors": """
             CometMonitor Monitor=EventWriter MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor=CsvMonitor
@@ -159,15 +163,16 @@ NAMES: dict[str, dict[str, str]] = {
     # Names that DeepSpeed's engine imports, and that others import from there.
     "runtime.engine": {
         ".": "dist=comm",
-        ".moe.layer": "MoE",
-        ".moe.sharded_moe": "MOELayer TopKGate",
+        "moe_gate": "TopKGate",
+        "moe_layer": "MoE MOELayer",
+        "moe_utils": "is_moe_param",
         ".profiling.flops_profiler": "FlopsProfiler",
         ".runtime.pipe.module": "PipelineModule",
         ".utils": "groups",
         "checkpoint_files": "CheckpointCommitInfo TorchCheckpointEngine",
         "config_models": "OffloadDeviceEnum",
         "helpers": """
-            autocast_if_enabled clip_grad_norm_ compiled_autograd is_compile_supported is_moe_param
+            autocast_if_enabled clip_grad_norm_ compiled_autograd is_compile_supported
             split_half_float_double_sparse
         """,
         "onefold.loader": "DeepSpeedDataLoader=ResumableLoader",
@@ -186,7 +191,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.sequence_parallel.parallel_state_sp": {"ulysses": "initialize_sequence_parallel"},
     "runtime.swap_tensor": {"constants": "MIN_SWAPPABLE_BYTES"},
-    "runtime.utils": {"onefold.report.memory_usage": "memory_status see_memory_usage"},
+    "runtime.utils": {
+        "moe_utils": "is_moe_param",
+        "onefold.report.memory_usage": "memory_status see_memory_usage",
+    },
     "runtime.zero": {
         "config_models": "DeepSpeedZeroConfig",
         "partitioning": """
@@ -289,11 +297,8 @@ NOT_OFFERED: dict[str, dict[str, str]] = {
     },
     "dropping layers while training": {"runtime.progressive_layer_drop": "ProgressiveLayerDrop"},
     "estimates of curvature": {"runtime.eigenvalue": "Eigenvalue"},
-    "expert-parallel layers (models of experts train as they are, with set_z3_leaf_modules)": {
-        "moe.experts": "Experts",
-        "moe.layer": "MoE",
+    "this part of experts (deepspeed.moe.layer.MoE is offered)": {
         "moe.mappings": "drop_tokens gather_tokens",
-        "moe.sharded_moe": "MOELayer TopKGate",
     },
     "generation inside training by inference kernels": {"runtime.hybrid_engine": "DeepSpeedHybridEngine"},
     "inference kernels": {"inference.config": "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig"},

@@ -380,13 +380,13 @@ for _name, _path in _KEYS.items():
 for _name in ("gradient_clipping", "optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params"):
     setattr(DeepSpeedEngine, _name, lambda self, _name=_name: getattr(self._config, _name))
 # Methods that tools patch, for features that are not offered.
-_EXPERTS = "expert-parallel layers (models of experts train as they are)"
+_EXPERTS = "files of experts (engine.save_checkpoint and load_checkpoint include experts)"
 _NOT_OFFERED = {
     "_broadcast_model": "a broadcast of its own (`initialize` broadcasts the weights of rank 0)",
     "_save_moe_checkpoint": _EXPERTS,
     "clip_fp32_gradients": "clipping by itself (engine.step() clips by the key gradient_clipping)",
     "load_moe_state_dict": _EXPERTS,
-    "print_forward_breakdown": _EXPERTS,
+    "print_forward_breakdown": "times of the parts of `MoE`",
 }
 
 

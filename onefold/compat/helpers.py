@@ -1,4 +1,4 @@
-"""Small helpers that scripts import from DeepSpeed's `utils`, `runtime` and `moe` packages."""
+"""Small helpers that scripts import from DeepSpeed's `utils` and `runtime` packages."""
 
 from __future__ import annotations
 
@@ -156,29 +156,6 @@ class OnDevice:
         if self._enabled:
             self._device.__exit__(*error)
             torch.set_default_dtype(self._before)
-
-
-# -- models of experts: no parameter belongs to a group of experts -----------------------------------------------------
-
-
-def is_moe_param(param: torch.Tensor) -> bool:
-    return False
-
-
-def has_moe_layers(module: torch.nn.Module) -> tuple[bool, int]:
-    return False, 0
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    return False
-
-
-def split_params_into_shared_and_expert_params(params: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    return list(params), []
-
-
-def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> Any:
-    return param_groups if isinstance(param_groups, list | tuple) else [param_groups]
 
 
 # -- torch, its compiler and autocast ----------------------------------------------------------------------------------

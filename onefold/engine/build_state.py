@@ -50,7 +50,16 @@ def build_state(
     fp8 = convert_layers(model, plan.fp8, device, unsharded_shape)
     layers = divided_expert_layers(model, plan.num_expert_parts)
     units, memory = lay_out(
-        model, plan, groups, states, group, ledger, device, shared, fp8.of_weights(model), expert_parameters(layers)
+        model,
+        plan,
+        groups,
+        states,
+        group,
+        ledger,
+        device,
+        shared,
+        fp8.of_weights(model),
+        expert_parameters(model, layers),
     )
     schedule = Schedule(units, plan, collective, ledger, Pool(device), memory)
     trained = {id(each) for param in schedule.trained_params() for each in param.parameters}

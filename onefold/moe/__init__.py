@@ -1,11 +1,18 @@
 """Expert parallelism: the ranks of a group have different experts, and send each other the tokens for them."""
 
 from onefold.moe.divided_experts import ExpertParallel, make_expert_parallel
-from onefold.moe.expert_layers import ExpertLayer, divided_expert_layers, expert_parameters, experts
+from onefold.moe.expert_layers import (
+    ExpertLayer,
+    asked_parallel_size,
+    divided_expert_layers,
+    expert_parameters,
+    experts,
+)
 
 __all__ = [
     "ExpertLayer",
     "ExpertParallel",
+    "asked_parallel_size",
     "divided_expert_layers",
     "expert_parameters",
     "experts",

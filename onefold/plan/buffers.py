@@ -139,20 +139,32 @@ class FlatParamSpec:
     multiplies_in_fp8: bool = False
     """The parameters are weights of layers that multiply in FP8."""
     num_expert_parts: int = 1
-    """The number of equal parts of stacked experts. A rank computes with one of them, in every stage ([Note: experts
-    of a rank] in `moe/divided_experts.py`)."""
+    """The number of equal parts of experts. A rank computes with one of them, in every stage ([Note: experts of a rank]
+    in `moe/divided_experts.py`)."""
+    expert_part: int = 0
+    """The part of this rank. It matters for experts that are several parameters."""
     has_second_state: bool = False
     """There is a second master and a second tensor of each state ([Note: speculative steps])."""
 
     @cached_property
     def used_layout(self) -> Layout:
         """The layout of what a forward uses and a backward returns: everything, or the experts of this rank."""
-        return self.layout.part(self.num_expert_parts)
+        return self.layout.part(self.num_expert_parts, self.expert_part)
 
     @property
     def span(self) -> int | None:
         """The number of neighbouring ranks that compute with the same parameters; None for all ranks."""
         return self.used_layout.num_shards if self.num_expert_parts > 1 else None
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether all experts are one parameter, of which a rank computes with a part."""
+        return self.num_expert_parts > 1 and len(self.layout.members) == 1
+
+    def is_used(self, index: int) -> bool:
+        """Return whether this rank computes with a parameter. It does not if it is an expert of other ranks."""
+        member = self.used_layout.members[index]
+        return self.num_expert_parts == 1 or member.start < member.stop
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 # Each parameter starts at a multiple of this number of elements, and each optimizer group ends at one. Vector kernels
@@ -61,6 +61,20 @@ class Layout:
             members.append(Member(name, shape, group, start, end))
         return Layout(tuple(members), num_shards, round_up(end, alignment * num_shards))
 
+    @staticmethod
+    def of_parts(
+        parts: Sequence[Sequence[tuple[str, tuple[int, ...], int]]], num_shards: int, itemsize: int = 2
+    ) -> Layout:
+        """Lay out equal parts, of one optimizer group, one after the other. Each has the same number of shards."""
+        placed = [Layout.of(part, num_shards // len(parts), itemsize) for part in parts]
+        size = max(part.total for part in placed)
+        moved = [part.moved(number * size) for number, part in enumerate(placed)]
+        return Layout(tuple(member for members in moved for member in members), num_shards, size * len(parts))
+
+    def moved(self, offset: int) -> tuple[Member, ...]:
+        """Return the members at other positions."""
+        return tuple(replace(each, start=each.start + offset, stop=each.stop + offset) for each in self.members)
+
     @property
     def shard_size(self) -> int:
         return self.total // self.num_shards
@@ -86,14 +100,30 @@ class Layout:
         ]
         return tuple(zip(shapes, strides, (member.start for member in self.members), strict=True))
 
-    def part(self, num_parts: int) -> Layout:
-        """Return the layout of one of equal parts of a single parameter, divided along its first dimension."""
+    def part(self, num_parts: int, number: int = 0) -> Layout:
+        """Return the layout of one of equal parts.
+
+        A single parameter is divided along its first dimension. Of several, each belongs to one part (`of_parts`); in
+        the layout of a part, parameters of other parts have no elements.
+        """
         if num_parts == 1:
             return self
-        (member,) = self.members
-        shape = (member.shape[0] // num_parts, *member.shape[1:])
-        part = Member(member.name, shape, member.group, 0, member.stop // num_parts)
-        return Layout((part,), self.num_shards // num_parts, self.total // num_parts)
+        size, shards = self.total // num_parts, self.num_shards // num_parts
+        if len(self.members) == 1:
+            (member,) = self.members
+            shape = (member.shape[0] // num_parts, *member.shape[1:])
+            return Layout((replace(member, shape=shape, stop=member.stop // num_parts),), shards, size)
+        begin = number * size
+        inside = [begin <= member.start < begin + size for member in self.members]
+        end = max((member.stop for member, own in zip(self.members, inside, strict=True) if own), default=begin)
+        members = [
+            replace(member, start=member.start - begin, stop=member.stop - begin)
+            if own
+            else replace(member, shape=(0,), start=edge, stop=edge)
+            for member, own in zip(self.members, inside, strict=True)
+            for edge in [0 if member.start < begin else end - begin]
+        ]
+        return Layout(tuple(members), shards, size)
 
     def has_parts(self, num_parts: int) -> bool:
         """Return whether `part` exists: each part has whole shards, without padding."""

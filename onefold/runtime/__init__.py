@@ -16,6 +16,7 @@
 """
 
 from onefold.runtime.build import lay_out
+from onefold.runtime.expert_parts import ExpertOf
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.hooks import Hooks
 from onefold.runtime.in_flight import InFlightCollectives
@@ -24,6 +25,7 @@ from onefold.runtime.schedule import Schedule
 from onefold.runtime.unit import Unit
 
 __all__ = [
+    "ExpertOf",
     "FlatParam",
     "Hooks",
     "InFlightCollectives",

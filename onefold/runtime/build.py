@@ -19,7 +19,7 @@ from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_m
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
 from onefold.plan.traffic import OffloadedStepSplit
 from onefold.runtime.batch_chunks import check_blocks
-from onefold.runtime.expert_parts import divided_spec
+from onefold.runtime.expert_parts import ExpertOf, Laid, divided_spec
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -58,16 +58,19 @@ def lay_out(
     device: torch.device,
     elsewhere: Collection[int] = (),
     in_fp8: Mapping[str, Fp8Linear] | None = None,
-    experts: Collection[str] = (),
+    experts: Mapping[str, ExpertOf] | None = None,
 ) -> tuple[list[Unit], OffloadMemory | None]:
     """Cut a model into units, assign a tier to each of their flat parameters, and build them.
 
     `elsewhere` has the ids of parameters that another engine manages, `in_fp8` the layers that multiply in FP8 by the
-    names of their weights, `experts` the names of stacked experts.
+    names of their weights, `experts` the parameters of experts that are divided, by name.
     """
     in_fp8 = in_fp8 or {}
     agreement = Agreement(group, ledger)
-    specs = plan_units(model, plan, groups, states, elsewhere, in_fp8, experts)
+    specs = [
+        replace(spec, params=[_of_rank(param, group) for param in spec.params])
+        for spec in plan_units(model, plan, groups, states, elsewhere, in_fp8, experts)
+    ]
     placed = agree_on_tiers([param for spec in specs for param in spec.params], plan, agreement, device)
     memory = make_memory(placed, plan, agreement, ledger, device)
     rest = iter(placed)
@@ -82,13 +85,13 @@ def plan_units(
     states: Sequence[StateSpec],
     elsewhere: Collection[int] = (),
     in_fp8: Collection[str] = (),
-    experts: Collection[str] = (),
+    experts: Mapping[str, ExpertOf] | None = None,
 ) -> list[UnitSpec]:
     """Cut a model and lay it out.
 
     `groups` maps the id of each trained parameter to its optimizer group. `states` has the optimizer states of each
     group: groups with different states have separate flat parameters. So have weights in `in_fp8`, in every stage, and
-    each of `experts` that is divided ([Note: experts of a rank] in `moe/divided_experts.py`).
+    `experts` that are divided ([Note: experts of a rank] in `moe/divided_experts.py`).
     """
     parameters = dict(model.named_parameters())
     _check_modules(model)
@@ -107,14 +110,17 @@ def plan_units(
     )
     specs = []
     split = OffloadedStepSplit()
-    cuts = cut(model, plan.cut.units, plan.cut.leaves, lambda parameter: unsharded_shape(parameter).numel())
+    leaves = plan.cut.leaves
+    if lists := {each.layer for each in (experts or {}).values() if each.number is not None and each.layer}:
+        leaves = replace(leaves, names=(*leaves.names, *sorted(lists)))
+    cuts = cut(model, plan.cut.units, leaves, lambda parameter: unsharded_shape(parameter).numel())
     if plan.activations.batch_chunks != 0:
         check_blocks(model, cuts)
     if plan.activations.mlp_tiles != 0:
         check_tiled_modules(model, plan.activations.tiled_modules, cuts)
     for found in cuts:
-        flat: dict[_Alike, list[tuple[str, tuple[int, ...], int]]] = {}
-        apart: list[FlatParamSpec] = []
+        flat: dict[_Alike, list[Laid]] = {}
+        of_experts: dict[tuple[_Alike, str, int, int], dict[int | None, list[Laid]]] = {}
         for name in found.parameters:
             parameter = parameters[name]
             if id(parameter) in elsewhere:
@@ -131,22 +137,34 @@ def plan_units(
             if trainable:
                 state_spec = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
             alike = _Alike(dtype, trainable, name in persistent, packed, name in in_fp8, state_spec)
-            if name in experts:
-                divided = divided_spec(name, shapes[name], of_group, plan, **alike._asdict())
-                if divided is not None:
-                    apart.append(divided)
-                    continue
-            flat.setdefault(alike, []).append((name, shapes[name], of_group))
+            members = flat.setdefault(alike, [])
+            if experts is not None and name in experts:
+                layer, num_experts, number = experts[name]
+                key = (alike, name if number is None else layer, num_experts, of_group)
+                members = of_experts.setdefault(key, {}).setdefault(number, [])
+            members.append((name, shapes[name], of_group))
+        apart: list[FlatParamSpec] = []
+        for (alike, _, num_experts, _), by_number in of_experts.items():
+            divided = divided_spec(by_number, num_experts, plan, **alike._asdict())
+            if divided is not None:
+                apart.append(divided)
+            else:
+                flat[alike] += [each for some in by_number.values() for each in some]
         trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
         trained += sum(param.layout.numel for param in apart if param.trainable)
         by_device = split.assign(trained)
         params = [replace(param, given_to_device=by_device) for param in apart]
-        for alike, members in flat.items():
+        for alike, members in ((alike, members) for alike, members in flat.items() if members):
             layout = Layout.of(members, plan.num_shards, alike.dtype.itemsize)
             params.append(FlatParamSpec(layout, **alike._asdict(), given_to_device=by_device))
         if params:
             specs.append(UnitSpec(found, params))
     return specs
+
+
+def _of_rank(param: FlatParamSpec, group: Group) -> FlatParamSpec:
+    """Return a flat parameter with the part of the experts that this rank computes."""
+    return replace(param, expert_part=group.shard // param.span) if param.span is not None else param
 
 
 def build_units(

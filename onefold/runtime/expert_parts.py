@@ -1,39 +1,65 @@
-"""Stacked experts that are divided over ranks: their flat parameters, and their values while a layer computes."""
+"""Experts that are divided over ranks: their flat parameters, and the values of stacked ones while a layer computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from onefold.plan import FlatParamSpec, Layout, Plan
 from onefold.runtime.param_handle import handle_of
 
+# The name, the shape and the optimizer group of a parameter.
+Laid = tuple[str, tuple[int, ...], int]
 
-def divided_spec(name: str, shape: tuple[int, ...], group: int, plan: Plan, **alike: Any) -> FlatParamSpec | None:
-    """Return the flat parameter of stacked experts that are divided, or None if they cannot be.
 
-    `alike` has the other fields of the spec: dtype, trainable, persistent, packed, multiplies_in_fp8 and state_spec.
+class ExpertOf(NamedTuple):
+    """The expert that a parameter belongs to. Stacked experts, which are one parameter, have no number."""
+
+    layer: str
+    num_experts: int
+    number: int | None = None
+
+
+def divided_spec(
+    parameters: Mapping[int | None, Sequence[Laid]], num_experts: int, plan: Plan, **alike: Any
+) -> FlatParamSpec | None:
+    """Return the flat parameter of experts that are divided, or None if they cannot be.
+
+    `parameters` has those of each expert by its number, or one parameter of stacked experts. `alike` has the other
+    fields of the spec: dtype, trainable, persistent, packed, multiplies_in_fp8 and state_spec.
     """
-    if plan.num_expert_parts == 1 or not plan.shards_states or alike["persistent"] or alike["packed"]:
+    num_parts, itemsize = plan.num_expert_parts, alike["dtype"].itemsize
+    if num_parts == 1 or not plan.shards_states or alike["persistent"] or alike["packed"]:
         return None
-    layout = Layout.of([(name, shape, group)], plan.num_shards, alike["dtype"].itemsize)
-    if not layout.has_parts(plan.num_expert_parts):
-        return None
-    return FlatParamSpec(layout, **alike, num_expert_parts=plan.num_expert_parts)
+    if None in parameters:
+        layout = Layout.of(parameters[None], plan.num_shards, itemsize)
+        if not layout.has_parts(num_parts):
+            return None
+    else:
+        shapes = [[shape for _, shape, _ in parameters.get(number, ())] for number in range(num_experts)]
+        if any(shape != shapes[0] for shape in shapes):  # the others are persistent, frozen or in other groups
+            return None
+        size = num_experts // num_parts
+        parts = [
+            [each for number in range(part * size, (part + 1) * size) for each in parameters[number]]
+            for part in range(num_parts)
+        ]
+        layout = Layout.of_parts(parts, plan.num_shards, itemsize)
+    return FlatParamSpec(layout, **alike, num_expert_parts=num_parts)
 
 
 @contextmanager
 def part_attached(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Attach the gathered experts of this rank to their Parameters while their layer computes.
+    """Attach the gathered experts of this rank to the Parameters of stacked experts while their layer computes.
 
     Parameters that are not divided keep the values that they have.
     """
     handles = ((handle_of(parameter), parameter) for parameter in parameters)
     places = (handle.location_of(parameter) for handle, parameter in handles if handle is not None)
-    found = [(param, index) for param, index in places if param.has_part]
+    found = [(param, index) for param, index in places if param.has_part and param.spec.is_stacked]
     for param, index in found:
         param.attach_part(index)
     try:

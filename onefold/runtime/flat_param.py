@@ -175,7 +175,7 @@ class FlatParam:
             output = self.full
         else:  # the whole is unsharded here, but another rank needs this rank's shard
             output = self.full.narrow(0, self._rank // part.num_shards * part.total, part.total)
-        return AllGatherOp(output, self._gather_source(is_overwritten=False), span=part.num_shards)
+        return AllGatherOp(output, self._gather_source(is_overwritten=False), span=self.spec.span)
 
     def _allocate(self, layout: Layout, *, is_part: bool) -> None:
         """Allocate `full` for a layout, in the storage that it has if that is large enough."""
@@ -204,7 +204,8 @@ class FlatParam:
             return
         if self._is_part:
             for index in range(len(self.parameters)):
-                self.hide_part(index)
+                is_own = not self.spec.is_stacked and self.spec.is_used(index)
+                (self.attach_part if is_own else self.hide_part)(index)
         else:
             attach_values(self.parameters, self.views_of(self.full))
         self.note_values()
@@ -219,8 +220,8 @@ class FlatParam:
         attach_values([self.parameters[index]], [self.view_of(index)])
 
     def hide_part(self, index: int) -> None:
-        """Make a Parameter a placeholder with the shape of the experts of this rank, until their layer computes."""
-        shape = self.spec.used_layout.members[index].shape
+        """Make a Parameter a placeholder: of stacked experts until their layer computes, or of others' experts."""
+        shape = (self.spec.used_layout if self.spec.is_stacked else self.layout).members[index].shape
         set_data(self.parameters[index], self.full.new_full((1,), math.nan).expand(shape))
         set_proxy_class(self.parameters[index], sharded=True)
 

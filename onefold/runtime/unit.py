@@ -64,6 +64,9 @@ class Unit:
         self.num_trained_elements = sum(param.spec.used_layout.total for param in self.trained_params)
         self.num_sharded_elements = sum(param.spec.used_layout.total for param in self.sharded_params)
         self._num_gradients_missing = 0
+        self._num_gradients_expected = sum(
+            param.spec.is_used(index) for param in self.trained_params for index in range(len(param.parameters))
+        )
         for param in self.params:
             param.store.unit_name = self.name
         self._context: weakref.ref[UnitContext] | None = None  # weak, because the engine owns it
@@ -159,7 +162,7 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Count the parameters that may get a gradient, at the beginning of a backward."""
-        self._num_gradients_missing = sum(len(param.parameters) for param in self.trained_params)
+        self._num_gradients_missing = self._num_gradients_expected
 
     def receive_gradient(self, param: FlatParam, index: int) -> None:
         """Accumulate the gradient that autograd has produced for a parameter. After the last, reduce and reshard."""

@@ -23,8 +23,9 @@ import pytest
 import torch
 from covering import covering
 
+from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.deepspeed.torch_files import RefusedPickle, StandIn, read_torch_file
-from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, import_deepspeed, read_checkpoint
+from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, read_checkpoint
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.tools.cli.main import main
@@ -230,7 +231,8 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         ("mp_rank_01_model_states.pt", "model parallelism is not supported"),
         ("zero_pp_rank_0_mp_rank_03_optim_states.pt", "model parallelism is not supported"),
         ("layer_00-model_00-model_states.pt", "pipeline parallelism"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "MoE"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", r"too many: \[\(0, 1\)\]"),
+        ("expert_1_mp_rank_00_model_states.pt", "files of experts of all layers"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "MoE"),
         ("zero", "universal format"),
         ("offloaded_tensors", "NVMe"),
@@ -274,7 +276,6 @@ def state_changes(**values: Any) -> Callable[[dict[str, Any]], Any]:
     ("kind", "change", "message"),
     [
         ("optim", optimizer_changes(zero_stage=0), "stage 0 is not supported"),
-        ("optim", optimizer_changes(partition_count=[2, 1]), "MoE"),
         ("optim", optimizer_changes(partition_count=10**12), "not a number of ranks"),
         ("optim", optimizer_changes(fp32_flat_groups=[torch.zeros(579)]), "579"),
         ("optim", optimizer_changes(fp32_flat_groups=None), "not in DeepSpeed's format"),
@@ -282,7 +283,8 @@ def state_changes(**values: Any) -> Callable[[dict[str, Any]], Any]:
         ("optim", state_changes(factors=torch.zeros(3)), "'factors' does not have one number for each of 580 elements"),
         ("optim", state_changes(exp_avg=None), "'exp_avg' does not have one number"),
         ("model", lambda found: found.update(mp_world_size=2), "only data parallelism"),
-        ("model", lambda found: found.update(num_experts=[4]), "MoE"),
+        ("model", lambda found: found.update(ds_autoep_layers={"a": 1}), "AutoEP"),
+        ("model", lambda found: found.update(num_experts=[2]), r"are missing: \[\(0, 0\), \(0, 1\)\]"),
         ("model", lambda found: found["module"].update({"up._extra_state": torch.zeros(1)}), "extra state"),
         ("model", lambda found: found["module"].update(unknown=torch.empty(0)), "'unknown' is incomplete"),
         ("model", lambda found: found["frozen_param_fragments"].pop("adapter.bias"), "adapter.bias"),

@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.checkpoint.deepspeed.zero_checkpoint import import_deepspeed
+from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.folder import read_latest, removal, remove
 from onefold.checkpoint.format.manifest import MAX_BYTES, NOT_STORED, Manifest, without_secrets

@@ -164,12 +164,12 @@ def test_modules_of_the_table_behave_as_files_would(installed):
 def test_what_is_not_offered_says_so_when_it_is_used(installed):
     check(
         """
-        from deepspeed.moe.layer import MoE
+        from deepspeed.profiling.flops_profiler import FlopsProfiler
         from deepspeed.pipe import PipelineModule
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttention
         class Mine(PipelineModule):
             pass
-        for kind, text in ((MoE, "expert-parallel"), (Mine, "pipeline"), (UlyssesSPAttention, "sequence")):
+        for kind, text in ((FlopsProfiler, "flops profiler"), (Mine, "pipeline"), (UlyssesSPAttention, "sequence")):
             try:
                 kind(1, a=2)
             except NotImplementedError as error:
@@ -201,18 +201,18 @@ def test_looking_at_what_is_not_offered_is_harmless():
     import unittest.mock
 
     from onefold.compat.deepspeed.elasticity import DSElasticAgent
-    from onefold.compat.deepspeed.moe import layer
+    from onefold.compat.deepspeed.profiling import flops_profiler
 
-    assert not hasattr(layer.MoE, "forward")
-    assert getattr(layer.MoE, "apply", None) is None
-    assert inspect.isclass(layer.MoE)
-    inspect.signature(layer.MoE)
-    inspect.getmembers(layer.MoE)
-    inspect.unwrap(layer.MoE)
-    assert doctest.DocTestFinder().find(layer) is not None
-    assert pickle.loads(pickle.dumps(layer.MoE)) is layer.MoE
-    assert copy.deepcopy(layer.MoE) is layer.MoE
-    with unittest.mock.patch.object(layer, "MoE"):
+    assert not hasattr(flops_profiler.FlopsProfiler, "forward")
+    assert getattr(flops_profiler.FlopsProfiler, "apply", None) is None
+    assert inspect.isclass(flops_profiler.FlopsProfiler)
+    inspect.signature(flops_profiler.FlopsProfiler)
+    inspect.getmembers(flops_profiler.FlopsProfiler)
+    inspect.unwrap(flops_profiler.FlopsProfiler)
+    assert doctest.DocTestFinder().find(flops_profiler) is not None
+    assert pickle.loads(pickle.dumps(flops_profiler.FlopsProfiler)) is flops_profiler.FlopsProfiler
+    assert copy.deepcopy(flops_profiler.FlopsProfiler) is flops_profiler.FlopsProfiler
+    with unittest.mock.patch.object(flops_profiler, "FlopsProfiler"):
         pass
     with pytest.raises(NotImplementedError, match="DSElasticAgent: onefold does not support an elastic agent"):
         DSElasticAgent(None, None)
@@ -563,7 +563,7 @@ def openrlhf(stage: int, folder: str) -> dict[str, Any]:
         torch.save(clone_tensors_for_torch_save(weights), os.path.join(folder, "weights.bin"))
     found["weights"] = None if weights is None else sorted(weights)
     engine._copy_recovery_script(folder)
-    with pytest.raises(NotImplementedError, match="expert-parallel"):
+    with pytest.raises(NotImplementedError, match="files of experts"):
         engine._save_moe_checkpoint(folder, "tag")
     engine.close()
     found["collects again"] = gc.isenabled()

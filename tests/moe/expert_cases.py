@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from listed_cases import Mixture
 from models import config, rank, start
 from torch import nn
 from torch.nn import functional as F
@@ -67,8 +68,10 @@ class Routed(nn.Module):
 
 
 def make_model(kind: str, **changes: Any) -> nn.Module:
-    """Return `Routed` with a routing, or a small model of transformers."""
+    """Return `Routed` with a routing, a `Mixture` of listed experts, or a small model of transformers."""
     torch.manual_seed(3)
+    if kind in ("listed", "MoE"):
+        return Mixture(kind, **changes)
     if kind in ROUTINGS:
         return Routed(kind, **changes)
     import transformers
@@ -115,6 +118,8 @@ def train_plainly(
                 loss = loss_of(model(**batch_of(step * micro_steps + micro, of_rank)))
                 (loss / world / micro_steps).backward()
                 losses += [loss.item()] if of_rank == rank() else []
+        for parameter in model.parameters():  # an engine steps experts without tokens, too
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clipping or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()

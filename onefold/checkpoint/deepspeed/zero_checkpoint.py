@@ -20,30 +20,26 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onefold.checkpoint.deepspeed.expert_files import Owners, check_weights, owners_of, read_expert_files
 from onefold.checkpoint.deepspeed.torch_files import StandIn, read_torch_file
-from onefold.checkpoint.format import plain_data
-from onefold.checkpoint.format.files import CheckpointError
-from onefold.checkpoint.format.folder import check_tag, clean, is_deepspeeds, new_data_folder, publish
-from onefold.checkpoint.format.manifest import NAME, Manifest, join_parts
-from onefold.checkpoint.format.shard_files import ShardWriter, Slot
-from onefold.storage.place import local_path, read_small, remove_tree
+from onefold.checkpoint.format.manifest import NAME
+from onefold.storage.place import local_path, read_small
 
 MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 UNIVERSAL = "DeepSpeed's universal format is not supported. Give the checkpoint that it was converted from"
 NOT_READ = {
-    r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*": "files of experts (MoE) are not supported",
+    r"expert_\d+_.*": "files of experts of all layers are not supported",
+    r"expp_rank_.*": "experts (MoE) of stage 0 are not supported, only of stages 1 and 2",
     r"layer_\d+-.*": "pipeline parallelism is not supported",
     r"zero": UNIVERSAL,
     r"offloaded_tensors": "optimizer states on NVMe are not supported. Save without NVMe offload",
@@ -53,10 +49,10 @@ SLICED = {1: False, 2: False, 3: True}
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 # DeepSpeed's keys in a model file. All other keys are the user's client state.
 OWN_KEYS = {
-    "buffer_names", "checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version",
-    "frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler", "module",
-    "mp_world_size", "optimizer", "param_shapes", "random_ltd", "shared_params", "skipped_steps",
-    "sparse_tensor_module_names", "universal_checkpoint_info",
+    "buffer_names", "checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_autoep_layers", "ds_config",
+    "ds_version", "frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps", "lr_scheduler",
+    "module", "mp_world_size", "num_experts", "optimizer", "param_shapes", "random_ltd", "shared_params",
+    "skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info",
 }  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -135,12 +131,21 @@ def read_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> D
 
 
 def _build(folder: Path, files: _Files) -> DeepSpeedCheckpoint:
-    trained = [_read_trained(files, index) for index in range(len(files.shapes))]
+    owned = [(index, owners) for index in range(len(files.shapes)) for owners in files.owners(index)]
+    trained = [_read_trained(files, index, owners) for index, owners in owned]
     untrained, aliases = _read_untrained(files)
     weights = {name: source for masters, _ in trained for name, source in masters.items()} | untrained
+    for name, value in files.experts.items():
+        if name not in weights:  # a frozen parameter or a buffer
+            weights[name] = PartitionedTensor(f"model/{name}", value.dtype, tuple(value.shape), [value])
     states = [source for _, of_flat in trained for source in of_flat]
     group_of = {index: number for number, group in enumerate(files.groups) for index in group["params"]}
-    groups = {name: group_of[index] for index, shapes in enumerate(files.shapes) for name in shapes}
+    groups = {
+        name: group_of[index] for (index, _), (masters, _) in zip(owned, trained, strict=True) for name in masters
+    }
+    if files.experts:
+        found = ((name, weights[name].assemble()) for name in groups if name in files.experts)
+        check_weights(folder, files.experts, found)
     in_order = [name for name in dict.fromkeys([*files.module, *weights]) if name in weights]
     return DeepSpeedCheckpoint(
         folder=folder,
@@ -215,6 +220,18 @@ class _Files:
             return [{"params": [index]} for index in range(len(self.shapes))]
         return list(self.bases[0]["param_groups"])
 
+    @cached_property
+    def experts(self) -> dict[str, torch.Tensor]:
+        """The weights in the files of experts, by their names among all experts."""
+        return read_expert_files(self.model_files[0].parent, self.model.get("num_experts") or (), _read_dict)
+
+    def owners(self, index: int) -> list[Owners]:
+        """Return the ranks that partition one flat vector: once, or for each part of the experts."""
+        counts, config = self.optimizers[0]["partition_count"], self.model.get("ds_config")
+        if not self.model.get("num_experts") or not isinstance(counts, list):
+            return [Owners(range(self.world_size))]
+        return owners_of(counts[index], self.world_size, config if isinstance(config, dict) else {})
+
     def states(self, rank: int, index: int) -> dict[str, Any]:
         """Return the optimizer states of one flat vector, which are empty before the first step."""
         base = self.bases[rank]
@@ -237,8 +254,8 @@ def _open(folder: Path) -> _Files:
     degrees = [model.get("mp_world_size", 1), *model.get("checkpoint_parallel_dimensions", {}).values()]
     if any(degree != 1 for degree in degrees):
         raise ValueError(f"{model_files[0]}: tensor and pipeline parallelism are not supported, only data parallelism")
-    if any(key in model for key in ("num_experts", "ds_autoep_layers", "autoep_layers")):
-        raise ValueError(f"{model_files[0]}: experts (MoE) are not supported")
+    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
+        raise ValueError(f"{model_files[0]}: experts (MoE) of AutoEP are not supported, only those of the layer MoE")
     others = [_read_dict(optimizer_files[rank])["optimizer_state_dict"] for rank in range(1, world_size)]
     by_rank = [[files[rank] for rank in sorted(files)] for files in (model_files, optimizer_files)]
     return _Files(stage, by_rank[0], by_rank[1], model, [optimizer, *others])
@@ -291,9 +308,7 @@ def _world_size(optimizer: dict[str, Any], file: Path) -> int:
     counts = counts if isinstance(counts, list) and counts else [counts]
     if not all(type(count) is int and 0 < count < 2**20 for count in counts):
         raise ValueError(f"{file}: partition_count is {counts}, not a number of ranks")
-    if len(set(counts)) > 1:
-        raise ValueError(f"{file}: groups are sharded over {counts} ranks, but experts (MoE) are not supported")
-    return int(counts[0])
+    return int(max(counts))  # experts are sharded over fewer ranks
 
 
 def _shapes(found: dict[str, Any]) -> dict[str, Shape]:
@@ -303,35 +318,40 @@ def _shapes(found: dict[str, Any]) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in found.items()}
 
 
-def _read_trained(files: _Files, index: int) -> tuple[dict[str, PartitionedTensor], list[PartitionedTensor]]:
-    """Return the parameters of one flat vector and their optimizer states."""
-    sliced, shapes = files.sliced, files.shapes[index]
+def _read_trained(
+    files: _Files, index: int, owners: Owners
+) -> tuple[dict[str, PartitionedTensor], list[PartitionedTensor]]:
+    """Return the parameters of one flat vector, or of one part of its experts, and their optimizer states."""
+    sliced, shapes, ranks = files.sliced, files.shapes[index], owners.ranks
     gaps = None if sliced else files.optimizers[0].get("param_alignment_paddings")  # a setting of newer versions
     starts, end = {}, 0
     for (name, shape), gap in zip(shapes.items(), gaps[index] if gaps else [0] * len(shapes), strict=True):
         starts[name] = end
-        end += -(-math.prod(shape) // files.world_size) if sliced else math.prod(shape) + gap
+        end += -(-math.prod(shape) // len(ranks)) if sliced else math.prod(shape) + gap
 
     key = "fp32_flat_groups" if sliced else "single_partition_of_fp32_groups"
-    masters = [optimizer[key][index] for optimizer in files.optimizers]
-    sizes = [master.numel() for master in masters]
+    masters = [files.optimizers[rank][key][index] for rank in ranks]
+    sizes = {rank: master.numel() for rank, master in zip(ranks, masters, strict=True)}
     # If padding was written, the partitions of all ranks have the same size.
-    fits = set(sizes) == {end} if sliced else 0 <= sum(sizes) - end < 2 * files.world_size
+    fits = set(sizes.values()) == {end} if sliced else 0 <= sum(sizes.values()) - end < 2 * len(ranks)
     if not fits or {len(optimizer[key]) for optimizer in files.optimizers} != {len(files.shapes)}:
-        raise ValueError(f"{files.optimizer_files[0]}: ranks have {sizes} master elements, parameters {end}")
-    names = {name: None for rank in range(files.world_size) for name in files.states(rank, index) if name != "step"}
+        shown = list(sizes.values())
+        raise ValueError(f"{files.optimizer_files[0]}: ranks have {shown} master elements, parameters {end}")
+    names = {name: None for rank in ranks for name in files.states(rank, index) if name != "step"}
     states = {name: _read_states(files, index, name, sizes) for name in names}
+    renamed = owners.rename(shapes)
 
-    def source(where: str, name: str, partitions: Sequence[torch.Tensor]) -> PartitionedTensor:
+    def source(kind: str, name: str, partitions: Sequence[torch.Tensor], state: str = "") -> PartitionedTensor:
+        where = f"{kind}/{renamed.get(name, name)}{state}"
         return PartitionedTensor(where, torch.float32, shapes[name], partitions, starts[name], sliced)
 
-    weights = {name: source(f"model/{name}", name, masters) for name in shapes}
-    return weights, [source(f"optimizer/{n}/{state}", n, found) for n in shapes for state, found in states.items()]
+    weights = {renamed.get(name, name): source("model", name, masters) for name in shapes}
+    return weights, [source("optimizer", n, found, f"/{state}") for n in shapes for state, found in states.items()]
 
 
-def _read_states(files: _Files, index: int, name: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+def _read_states(files: _Files, index: int, name: str, sizes: Mapping[int, int]) -> list[torch.Tensor]:
     found = []
-    for rank, size in enumerate(sizes):
+    for rank, size in sizes.items():
         state = files.states(rank, index).get(name)
         padding = 0 if files.sliced else files.optimizers[rank]["group_paddings"][index]
         if not isinstance(state, torch.Tensor) or tuple(state.shape) not in {(size,), (size + padding,)}:
@@ -351,7 +371,7 @@ def _read_untrained(files: _Files) -> tuple[dict[str, PartitionedTensor], dict[s
     models = [files.model, *(_read_dict(file) for file in files.model_files[1:])] if frozen else []
     found = {}
     for name in dict.fromkeys([*files.module, *frozen]):
-        if name in trained or name in aliases:
+        if name in trained or name in aliases or name in files.experts:
             continue
         whole, fragments = files.module.get(name), [model["frozen_param_fragments"].get(name) for model in models]
         sliced = files.sliced and name in frozen
@@ -419,76 +439,3 @@ def _loss_scale(scaler: Any) -> dict[str, Any] | None:
         found["iteration"] = scaler.state["cur_iter"]
         found["last_overflow_iteration"] = scaler.state["last_overflow_iter"]
     return found
-
-
-# -- conversion to onefold's format, one tensor at a time, by one process ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The result of an import. `left_out` lists the keys of the client state that are not plain data."""
-
-    folder: Path
-    source: DeepSpeedCheckpoint
-    nbytes: int
-    left_out: list[str]
-
-
-def import_deepspeed(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    tag: str | None = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> Imported:
-    """Convert a DeepSpeed checkpoint (stages 1, 2, 3) to OUT/TAG and OUT/latest. The source is not modified."""
-    found = read_checkpoint(source, tag)
-    save_dir, name = Path(os.path.abspath(local_path(out, "OUT"))), check_tag(found.folder.name)
-    if is_deepspeeds(save_dir / name):
-        raise CheckpointError(f"{save_dir / name} contains files of DeepSpeed. Give another folder for OUT.")
-    client_state, left_out = _plain(found.state["client_state"])
-    state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
-    more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
-    entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
-    total, done = sum(slot.buffer.nbytes for slot in entries), 0
-    with new_data_folder(save_dir / name) as data:
-        try:
-            with ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
-                for slot in more:
-                    writer.write(slot)
-                for key, tensor in found.tensors():
-                    writer.write(Slot.whole(key, tensor))
-                    done += tensor.nbytes
-                    progress(key, done, total)
-                record = writer.close({})
-            manifest = Manifest(
-                tag=name,
-                saved=datetime.now(UTC).isoformat(),
-                global_steps=found.state["counters"]["global_steps"],
-                world_size=1,
-                files=(record.file,),
-                tensors=join_parts(record.numbered(0)),
-                parameters=dict(found.parameters),
-                state=state,
-                ranks=[{}],
-                aliases=dict(found.aliases),
-                writer=f"imported from DeepSpeed, {found.world_size} ranks",
-            )
-            publish(save_dir, manifest, save_latest=True)
-        except BaseException:
-            with suppress(OSError):
-                remove_tree(data)
-            raise
-    clean(save_dir / name)
-    return Imported(save_dir / name, found, record.file.nbytes, left_out)
-
-
-def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of a client state that a checkpoint can hold, and the keys of the other entries."""
-    kept, left_out = {}, []
-    for key, value in client_state.items():
-        try:
-            plain_data.encode(value, key)
-            kept[key] = value
-        except plain_data.ClientStateError:
-            left_out.append(key)
-    return kept, left_out

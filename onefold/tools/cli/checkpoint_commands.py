@@ -11,7 +11,7 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from onefold.checkpoint.deepspeed.zero_checkpoint import import_deepspeed
+from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.format import folder
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
