@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onefold.config.monitoring import Comet, FileMonitor, Wandb
-from onefold.config.onefold_section import StallSection, StopSection, TraceSection
+from onefold.config.onefold_section import PeerCopiesSection, StallSection, StopSection, TraceSection
 from onefold.config.schema import CheckpointSection
 
 
@@ -42,6 +42,7 @@ class Loop:
     trace: TraceSection = field(default_factory=TraceSection)
     stop: StopSection = field(default_factory=StopSection)
     stall: StallSection = field(default_factory=StallSection)
+    peer_copies: PeerCopiesSection = field(default_factory=PeerCopiesSection)
     record_folder: str | None = None
     """The folder that the record of the run is written to."""
     monitoring: Monitoring = field(default_factory=Monitoring)
