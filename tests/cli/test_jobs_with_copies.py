@@ -53,6 +53,13 @@ def of_rank(job: MarkedJob, rank: int, start: int = 0) -> tuple[int, Path]:
     return int(pid), Path(folder)
 
 
+def kill_node(job: MarkedJob, launcher: subprocess.Popen[str]) -> None:
+    """Kill the launcher of a node, and wait until its rank has ended."""
+    before = len(job.pids())
+    launcher.kill()
+    wait_until(lambda: len(job.pids()) <= before - 2)
+
+
 def wait_for_pause(job: MarkedJob, ranks: int) -> None:
     wait_until(lambda: len(list(job.folder.glob("paused.*"))) == ranks, 240)
 
@@ -155,7 +162,7 @@ def test_the_job_continues_from_the_copy_of_a_node_that_is_killed(
     lost = of_rank(job, 1)[1]
     assert lost != copy.parent
     assert {path.rpartition("/")[2] for path in files_of(copy)} >= {"rank-00000.safetensors", "rank-00001.safetensors"}
-    second.kill()
+    kill_node(job, second)
     (job.folder / "go").touch()
     assert "onefold: restarting all ranks on 1 node, restart 1 of 3" in ends_well(first)
     assert [step[1:3] for step in of_start(job, 1)] == [(5, 1), (6, 1)]
@@ -171,7 +178,7 @@ def test_a_new_node_fetches_the_parts_of_the_lost_one(job: MarkedJob, tmp_path_f
     launchers = [nodes.start(rank) for rank in (0, 1, 2)]
     wait_for_pause(job, 3)
     wait_for_copy(job, 2)
-    launchers[2].kill()
+    kill_node(job, launchers[2])
     (job.folder / "go").touch()
     launchers[2] = nodes.start(1)
     for launcher in launchers:

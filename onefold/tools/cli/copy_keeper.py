@@ -68,7 +68,11 @@ class CopyKeeper:
         store.set(f"onefold/copies/held/{node}", json.dumps({"address": address, "ranks": list(ranks), "files": held}))
         rows = [json.loads(wait(f"onefold/copies/held/{number}")) for number in range(num_nodes)]
         of_nodes = [checked_files(row["files"]) for row in rows]
-        ready = [name for name in _whole_copies(of_nodes) if self._prepare(name, of_nodes, rows)]
+        ready = list[str]()
+        for name in _whole_copies(of_nodes):
+            # An older copy is not fetched: it would only be used if ranks found the newest one damaged.
+            if not (ready and self._missing(name, of_nodes)) and self._prepare(name, of_nodes, rows):
+                ready.append(name)
         store.set(f"onefold/copies/ready/{node}", json.dumps(ready))
         of_others = [json.loads(wait(f"onefold/copies/ready/{number}")) for number in range(num_nodes)]
         agreed = [name for name in ready if all(name in names for names in of_others)]
@@ -85,13 +89,21 @@ class CopyKeeper:
             )
         return {FOLDER_VARIABLE: str(self.folder), RESUME_VARIABLE: ",".join(agreed)}
 
+    def _missing(self, name: str, of_nodes: Sequence[CopyFiles]) -> dict[str, int]:
+        """Return the files of a copy that this node lacks, with their sizes."""
+        wanted = {file: size for files in of_nodes for file, size in files.get(name, {}).items()}
+        return {file: wanted[file] for file in wanted.keys() - files_of(self.folder / name).keys()}
+
     def _prepare(self, name: str, of_nodes: Sequence[CopyFiles], rows: Sequence[Mapping[str, Any]]) -> bool:
         """Fetch the missing files of a copy, and join it. Return whether it is complete and not damaged."""
         copy = self.folder / name
         try:
-            wanted = {file: size for files in of_nodes for file, size in files.get(name, {}).items()}
-            for file in wanted.keys() - files_of(copy).keys():
-                self._fetch(name, file, wanted[file], of_nodes, rows)
+            missing = self._missing(name, of_nodes)
+            needed, free = sum(missing.values()), shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise TransferError(f"{needed} bytes of other nodes are needed here, but {free} are free")
+            for file, size in missing.items():
+                self._fetch(name, file, size, of_nodes, rows)
             join_copy(copy)
             problems = examine(copy).problems
         except (OSError, ValueError, AssertionError, TypeError, KeyError, ForgedMessageError) as error:

@@ -2,7 +2,8 @@
 
 [Note: how ranks end]
 When a rank fails, its peers fail as well, on broken connections. The agent gives them two seconds to record their
-tracebacks, so that the failure that came first is known, and then kills the process groups of all ranks with SIGKILL:
+tracebacks, so that the failure that came first is known, and then kills the process groups of all ranks with SIGKILL
+(sooner if the first rank was killed by SIGKILL itself, as by the kernel when memory is short):
 a restarted job must not share a device or a port with a process that has not ended yet. SIGTERM is sent only if the
 launcher itself was asked to stop, because ranks answer it by saving a checkpoint. A rank that ends with 128 plus the
 number of a signal was asked to stop as well; then its peers may save, too, and nothing is restarted.
@@ -59,6 +60,9 @@ from onefold.tools.cli.rank_script import LAUNCHER_VARIABLE, PYTHON_RANK
 
 # The time in which ranks record their tracebacks after the first failure.
 TRACEBACK_SECONDS = 2.0
+# The same if the first rank was killed by SIGKILL: that is never the consequence of another failure, which may however
+# have occurred just before.
+KILLED_SECONDS = 0.2
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Added to the time that ranks give themselves to stop.
 MARGIN_SECONDS = 5.0
@@ -160,7 +164,8 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         if first is None:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        self._wait(self._stop_seconds() if first.was_asked else TRACEBACK_SECONDS)
+        is_killed = first.exit_code == -signal.SIGKILL
+        self._wait(self._stop_seconds() if first.was_asked else KILLED_SECONDS if is_killed else TRACEBACK_SECONDS)
         self.failure = first = self.first_failure()
         assert first is not None
         self._kill()
