@@ -137,6 +137,8 @@ class CheckpointLoader:
             with ExitStack() as stack:
                 problem, found = self._read(_folder_of(load_dir, names[0]), options, stack)
                 if found is not None:
+                    if _is_copy(names[0]) and state.group.rank == 0:
+                        logger.info("resuming from the peer copy after step %d", found.checkpoint.manifest.global_steps)
                     stays = next((name for name in names if not _is_copy(name)), None)  # a copy is replaced soon
                     if options.optimizer and custom is None and stays is not None:
                         self._saver.last = absolute(place(load_dir) / stays)
@@ -418,8 +420,15 @@ def _with_copies(copies: Sequence[str], load_dir: Place, tag: str | None, tried:
             saved, has_client_state = best.saved, bool(best.state["client_state"])
     except (ValueError, OSError) as error:
         logger.warning("%s. Peer copies are tried first", error)
-    found = [(copy, Manifest.read(node_folder() / copy)) for copy in copies]
-    newer = [(copy, manifest) for copy, manifest in found if manifest.saved > saved]
+    newer = []
+    for copy in copies:
+        try:
+            manifest = Manifest.read(node_folder() / copy)
+        except (ValueError, OSError) as error:
+            logger.warning("%s. The peer copy is skipped", error)
+            continue
+        if manifest.saved > saved:
+            newer.append((copy, manifest))
     if has_client_state and any(not manifest.state["client_state"] for _, manifest in newer):
         logger.warning(
             "the peer copy of step %d is not loaded, because the checkpoint %s has a client state, and the copy has "

@@ -274,6 +274,22 @@ def test_no_other_file_is_served(tmp_path: Path, server: CopyServer, path: Any) 
             client._channel.receive(CHUNK)
 
 
+def test_a_replayed_request_is_refused(server: CopyServer) -> None:
+    """A request that was signed for one connection is sent on another, and a second time on its own."""
+    with closing(CopyClient(server.address, SECRET)) as client, socket.create_connection(server.address) as other:
+        signed = SECRET.sign(client._channel._next_key(0), b"{}")
+        message = struct.pack("!I", len(signed)) + signed
+        client._connection.sendall(message)
+        assert name_of(1) in json.loads(client._channel.receive(CHUNK))
+        other.settimeout(10)
+        other.sendall(bytes(32) + message)
+        assert len(other.recv(32)) == 32
+        assert other.recv(1) == b""
+        client._connection.sendall(message)
+        with pytest.raises(OSError, match=r"closed|reset"):
+            client._channel.receive(CHUNK)
+
+
 def test_long_messages_and_links_are_refused(tmp_path: Path, server: CopyServer) -> None:
     with socket.create_connection(server.address) as raw:
         raw.settimeout(10)

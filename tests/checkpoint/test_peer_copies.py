@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from onefold.checkpoint.format.peer_copy import FOLDER_VARIABLE, RESUME_VARIABLE
 from onefold.compat import deepspeed
 from onefold.engine.peer_copies import PeerCopies
 from onefold.errors import ConfigError
+from onefold.tools.train.loop import start_engine
 
 
 @contextmanager
@@ -133,6 +135,7 @@ def test_the_newest_state_is_loaded(on_ranks: Any, tmp_path: Path) -> None:
 
 
 def skips_damage(folder: str) -> list[Any]:
+    """Damage the data of one copy after the other, then their manifests."""
     make_copies(folder, 2, saves_at=1)
     names, found = list_copies(Path(folder)), []
     for damaged in names:
@@ -143,12 +146,19 @@ def skips_damage(folder: str) -> list[Any]:
         got = load(folder)
         found.append((got["name"], got["steps"]))
         got["engine"].destroy()
+    if dist.get_rank() == 0:
+        for name in names:
+            flip(Path(folder, name, "manifest.json"), 40)
+    dist.barrier()
+    got = load(folder)
+    found.append((got["name"], got["steps"]))
+    got["engine"].destroy()
     return [names, found]
 
 
 def test_damaged_copies_are_skipped(on_ranks: Any, tmp_path: Path) -> None:
     names, found = on_ranks(2, skips_damage, str(tmp_path))[1]
-    assert found == [(names[1], 2), ("global_step1", 1)]
+    assert found == [(names[1], 2), ("global_step1", 1), ("global_step1", 1)]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -165,6 +175,7 @@ def refusals(folder: str) -> list[str]:
 
     refused(lambda: start(net(), settings()))
     with launched(folder, []):
+        refused(lambda: start_engine(None, SimpleNamespace(document=settings())))  # type: ignore[arg-type]
         refused(lambda: deepspeed.initialize(model=net(), config=settings()))
         engine = start(net(), settings())
         refused(lambda: start(net(), settings()))
@@ -175,7 +186,8 @@ def refusals(folder: str) -> list[str]:
 
 
 def test_what_copies_need_is_named(on_ranks: Any, tmp_path: Path) -> None:
-    told = ["onefold launch --max-restarts N", "behind DeepSpeed's names", "another engine", "ONEFOLD_JOB_SECRET_FILE"]
+    told = ["onefold launch --max-restarts N", "set --save-every", "behind DeepSpeed's names", "another engine"]
+    told.append("ONEFOLD_JOB_SECRET_FILE")
     for texts in on_ranks(2, refusals, str(tmp_path)):
         assert len(texts) == len(told)
         for text, part in zip(texts, told, strict=True):
