@@ -243,7 +243,7 @@ BUDGETS = {
     "comm": 4_300,
     "compat": 5_400,
     "config": 3_640,
-    "engine": 3_640,
+    "engine": 3_660,
     "fp8": 900,
     "fsdp": 1_100,
     "graphs": 960,
