@@ -1598,5 +1598,32 @@ MUTATIONS = [
         "expert_part=group.shard // param.span",
         "expert_part=group.shard % param.span",
         "test_listed_experts.py -k lists_train",
+    Mutation(
+        "old-copy-before-newer-checkpoint",
+        "onefold/engine/checkpoint_loader.py",
+        "if manifest.saved > saved:",
+        "if True:",
+        "test_peer_copies.py -k newest_state",
+    ),
+    Mutation(
+        "copy-that-one-node-lacks",
+        "onefold/tools/cli/copy_keeper.py",
+        "if all(name in names for names in of_others)",
+        "if True",
+        "test_copy_keeper.py -k damaged_on_one_node",
+    ),
+    Mutation(
+        "copy-without-a-second-node",
+        "onefold/tools/cli/copy_keeper.py",
+        "if not missing_files(wanted, self._ranks):",
+        "if True:",
+        "test_copy_keeper.py -k on_two_nodes",
+    ),
+    Mutation(
+        "copy-message-replayed",
+        "onefold/tools/cli/copy_transfer.py",
+        'f"copies/{first.hex()}/{second.hex()}/{name}"',
+        'f"copies/{name}"',
+        "test_copy_keeper.py -k replayed",
     ),
 ]

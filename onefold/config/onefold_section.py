@@ -125,6 +125,19 @@ class StallSection:
 
 
 @dataclass(frozen=True)
+class PeerCopiesSection:
+    """Copies of the training state in the memory of the nodes ([launch](launch.md#lose-fewer-steps-at-a-failure))."""
+
+    every: int | None = key(
+        None,
+        "Number of steps between two copies of weights, states and positions to shared memory, in the background. "
+        "Restarted ranks resume from the last one if it is newer than the checkpoint that the program loads. It needs "
+        "`onefold launch` with `--max-restarts`. By default, nothing is copied.",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True)
 class OnefoldSection:
     """Keys that are specific to onefold. DeepSpeed does not have them."""
 
@@ -301,3 +314,4 @@ class OnefoldSection:
     trace: TraceSection = section(TraceSection)
     stop: StopSection = section(StopSection)
     stall: StallSection = section(StallSection)
+    peer_copies: PeerCopiesSection = section(PeerCopiesSection)

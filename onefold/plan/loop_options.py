@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onefold.config.monitoring import Comet, FileMonitor, Wandb
-from onefold.config.onefold_section import StallSection, StopSection, TraceSection
+from onefold.config.onefold_section import PeerCopiesSection, StallSection, StopSection, TraceSection
 from onefold.config.schema import CheckpointSection
 from onefold.storage.place import place
 
@@ -44,6 +44,7 @@ class Loop:
     trace: TraceSection = field(default_factory=TraceSection)
     stop: StopSection = field(default_factory=StopSection)
     stall: StallSection = field(default_factory=StallSection)
+    peer_copies: PeerCopiesSection = field(default_factory=PeerCopiesSection)
     record_folder: str | None = None
     """The folder or the URL that the record of the run is written to."""
     monitoring: Monitoring = field(default_factory=Monitoring)

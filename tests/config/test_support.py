@@ -61,6 +61,7 @@ COUNT_ALONE = {
     "onefold.stop.save_to",
     "onefold.stop.signals",
     "onefold.stall.seconds",
+    "onefold.peer_copies.every",
     "onefold.report",
     "tensorboard.enabled",
     "csv_monitor.enabled",

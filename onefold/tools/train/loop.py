@@ -18,7 +18,7 @@ import torch.distributed as dist
 import onefold
 from onefold.checkpoint.loading.load import MisfitError
 from onefold.comm import local_device
-from onefold.config import load_config, solve_batch
+from onefold.config import ConfigError, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.log import logger
 from onefold.plan import make_plan
@@ -98,6 +98,11 @@ def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
     if config.log_level is None:
         # The trainer prints its own progress and the plan.
         logger.setLevel("WARNING")
+    if config.onefold.peer_copies.every is not None:
+        raise ConfigError(
+            "onefold.peer_copies: `onefold train` resumes from the metrics in its own checkpoints, which copies do not "
+            "have. Leave the key out, and set --save-every."
+        )
     model = task.build(prepared.document, sharded=make_plan(config, world_size=1).shards_parameters)
     engine, _, _, _ = onefold.initialize(model=model, config=config)
     return engine
