@@ -1598,6 +1598,7 @@ MUTATIONS = [
         "expert_part=group.shard // param.span",
         "expert_part=group.shard % param.span",
         "test_listed_experts.py -k lists_train",
+    ),
     Mutation(
         "old-copy-before-newer-checkpoint",
         "onefold/engine/checkpoint_loader.py",
