@@ -239,17 +239,17 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 5_240,
+    "checkpoint": 5_370,
     "comm": 4_300,
     "compat": 5_710,
     "config": 3_670,
     "engine": 3_660,
-    "fp8": 900,
+    "fp8": 910,
     "fsdp": 1_100,
     "graphs": 960,
     "offload": 4_000,
-    "optim": 6_150,
-    "plan": 2_370,
+    "optim": 6_170,
+    "plan": 2_395,
     "recovery": 1_130,
     "report": 2_010,
     "runtime": 6_480,
