@@ -366,4 +366,4 @@ def test_requests_that_fail_for_a_moment_are_repeated(s3: ObjectStore, fault: st
         record.write(facts())
         record.close()
     assert RunFile.read(url).steps == []
-    assert sum(each["fault"] == fault for each in s3.requests()) == 2
+    assert sum(each["fault"] == fault and f"/moment-{fault}/" in each["path"] for each in s3.requests()) == 2
