@@ -248,7 +248,7 @@ BUDGETS = {
     "fsdp": 1_100,
     "graphs": 960,
     "offload": 4_000,
-    "optim": 6_150,
+    "optim": 6_170,
     "plan": 2_350,
     "recovery": 1_130,
     "report": 2_010,
