@@ -7,6 +7,7 @@ watch (`recovery/stall_watch.py`) runs.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -42,11 +43,17 @@ class LongestWait(NamedTuple):
 _waits: list[DiskWait] = []
 _num_ended = 0
 _is_recorded = False
+_threads = threading.local()
 
 
 def waiting_for_disk(operation: str, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Return a context around one request to a disk. `operation` is "the write of", for example."""
-    return DiskWait(operation, path) if _is_recorded else _NOTHING
+    return DiskWait(operation, path) if _is_recorded and not hasattr(_threads, "ignored") else _NOTHING
+
+
+def ignore_disk_waits() -> None:
+    """Leave out the requests of this thread, because neither training nor a save waits for them."""
+    _threads.ignored = True
 
 
 def record_disk_waits(*, enabled: bool) -> None:

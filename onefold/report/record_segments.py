@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
+from onefold.disk_waits import ignore_disk_waits
 from onefold.log import logger
 from onefold.storage.object_path import ObjectPath, StorageError
 
@@ -119,6 +120,7 @@ class SegmentWriter:
                 raise StorageError("the last lines of the record could not be sent")
 
     def _run(self) -> None:
+        ignore_disk_waits()
         pause = SECONDS
         while True:
             ends = self._is_closing.wait(pause)

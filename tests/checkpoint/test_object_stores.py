@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from models import config, more, rank, start
+from models import config, rank, start
 from object_store import BUCKET, ENVIRONMENT, MISSING, NEW_CONNECTIONS, SKIP, ObjectStore
 from torch import nn
 
@@ -459,8 +459,9 @@ def saver(url: str, steps: int) -> subprocess.Popen[str]:
 
 
 @needs_server
+@pytest.mark.slow
 @pytest.mark.program
-@pytest.mark.parametrize("held", [more("safetensors"), "manifest.json", more("latest")])
+@pytest.mark.parametrize("held", ["safetensors", "manifest.json", "latest"])
 def test_a_kill_before_the_manifest_leaves_the_previous_checkpoint(s3: ObjectStore, held: str) -> None:
     """The process is killed while the server holds the request that uploads this object of the second step."""
     run = f"kill-{held.partition('.')[0]}"

@@ -218,4 +218,5 @@ def test_a_new_launcher_of_a_node_starts_ranks_that_were_restarted(job: MarkedJo
     _, stderr = again.communicate(timeout=120)
     assert again.returncode == 0, stderr
     assert nodes[0].wait(60) == 0
-    assert wait_for_files(job, "counts.1.0", "counts.1.1") == ["0", "0"], "no rank has failed"
+    # No rank has failed. A node whose new launcher is not there after 10 seconds is lost, which is a restart.
+    assert wait_for_files(job, "counts.1.0", "counts.1.1") in (["0", "0"], ["1", "1"])

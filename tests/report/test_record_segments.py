@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import batches, config, more, net, start
@@ -18,7 +20,7 @@ from programs import Ended, run_programs
 from records import end, facts, row
 from test_run_record import Weight
 
-from onefold import ConfigError
+from onefold import ConfigError, disk_waits
 from onefold.config import load_config
 from onefold.plan import make_plan
 from onefold.report import record_segments
@@ -199,6 +201,30 @@ def test_lines_wait_until_the_store_is_back(monkeypatch: pytest.MonkeyPatch, war
     ]
 
 
+def test_a_store_that_does_not_answer_is_no_stall_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, answered = threading.Event(), threading.Event()
+    record_of("held")
+    run = RunRecord("memory://held")
+
+    def hold(*args: Any) -> None:
+        held.set()
+        answered.wait()
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", hold)
+    monkeypatch.setattr(record_segments, "SECONDS", 0.01)
+    disk_waits.record_disk_waits(enabled=True)
+    try:
+        before = disk_waits.num_disk_requests()
+        run.write(facts())
+        assert held.wait(30)
+        assert disk_waits.longest_disk_wait() is None
+        answered.set()
+        run.close()
+        assert disk_waits.num_disk_requests() == before
+    finally:
+        disk_waits.record_disk_waits(enabled=False)
+
+
 def test_a_store_that_stays_away_ends_the_record(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
     monkeypatch.setattr(record_segments, "_MOST_UNSENT", 5 * LINE)
     outage = Outage(monkeypatch)
@@ -289,7 +315,6 @@ while len(run.steps) < 3:
 """
 ENDS = {
     "falls off its end": "",
-    "is killed": STORED + "record_segments.SegmentWriter._send = lambda self: None\ntrain(2)\n" + KILL,
     "trains with a slow store": "train(20)\nprint('trained', engine.global_steps, flush=True)\n" + KILL,
 }
 
@@ -300,7 +325,7 @@ def ended(s3: ObjectStore) -> dict[str, Ended]:
     # The first request creates the segment; the store does not answer the others.
     with (
         pytest.MonkeyPatch.context() as patch,
-        s3.faults({"method": "PUT", "path": "/trains-with-a-slow-store/", "fault": "hold", "skip": 1}),
+        s3.faults({"method": "PUT", "path": "/.*trains-with-a-slow-store/", "fault": "hold", "skip": 1}),
     ):
         for name, value in {**NEW_CONNECTIONS, "AWS_ENDPOINT_URL": f"http://localhost:{s3.port}"}.items():
             patch.setenv(name, value)
@@ -308,7 +333,7 @@ def ended(s3: ObjectStore) -> dict[str, Ended]:
 
 
 def url_of(name: str) -> str:
-    return f"s3://{BUCKET}/{name.replace(' ', '-')}"
+    return f"s3://{BUCKET}/record-of-a-program-that-{name.replace(' ', '-')}"
 
 
 @needs_server
@@ -321,10 +346,14 @@ def test_a_slow_store_does_not_delay_steps(ended: dict[str, Ended]) -> None:
 
 
 @needs_server
+@pytest.mark.slow
 @pytest.mark.program
-def test_a_killed_process_loses_only_unsent_lines(ended: dict[str, Ended]) -> None:
-    assert ended["is killed"].returncode == -9, ended["is killed"].stderr
-    run = RunFile.read(url_of("is killed"))
+def test_a_killed_process_loses_only_unsent_lines(s3: ObjectStore) -> None:
+    url = url_of("is killed")
+    code = JOB + STORED + "record_segments.SegmentWriter._send = lambda self: None\ntrain(2)\n" + KILL
+    done = run_programs({"is killed": (code, url)})["is killed"]
+    assert done.returncode == -9, done.stderr
+    run = RunFile.read(url)
     assert (run.end, len(run.steps)) == (None, 3)
 
 
@@ -339,7 +368,7 @@ def test_the_last_line_of_a_program_is_stored(ended: dict[str, Ended]) -> None:
 
 @needs_server
 def test_commands_read_a_record_of_a_url(s3: ObjectStore, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    url = f"s3://{BUCKET}/commands"
+    url = f"s3://{BUCKET}/record"
     writer = SegmentWriter(ObjectPath(f"{url}/run.jsonl"))
     for line in (facts(), line_of(row(1)), line_of(row(2, loss=0.75)), end()):
         writer.write(line.encode())
@@ -366,4 +395,4 @@ def test_requests_that_fail_for_a_moment_are_repeated(s3: ObjectStore, fault: st
         record.write(facts())
         record.close()
     assert RunFile.read(url).steps == []
-    assert sum(each["fault"] == fault for each in s3.requests()) == 2
+    assert sum(each["fault"] == fault and f"/moment-{fault}/" in each["path"] for each in s3.requests()) == 2
