@@ -21,11 +21,14 @@ class ModelShape:
     num_heads: int
     vocabulary: int
     max_sequence: int
+    num_experts: int = 0
+    """The MLPs of a block, of which a token uses two; 0: one MLP for all tokens."""
 
     @property
     def num_parameters(self) -> int:
         """The elements of a GPT of this shape. Building it on the meta device to count them would import 70 MB."""
-        of_block = 12 * self.width**2 + 4 * self.width
+        mlps, router = max(self.num_experts, 1), self.num_experts * self.width
+        of_block = (4 + 8 * mlps) * self.width**2 + 4 * self.width + router
         embeddings = (2 * self.vocabulary + self.max_sequence) * self.width
         return self.num_layers * of_block + embeddings + 2 * self.width
 
@@ -50,6 +53,34 @@ PRESETS = {
 }
 
 
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """MLPs of which each token uses two."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(num_experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(2)
+        output = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            output.index_add_(0, token, expert(tokens[token]) * weights[token, place, None].to(x.dtype))
+        return output.view(x.shape)
+
+
 class Block(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -59,8 +90,10 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
-        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+        self.mixture = Mixture(width, shape.num_experts) if shape.num_experts else None
+        if self.mixture is None:
+            self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+            self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, width = x.shape
@@ -68,6 +101,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        if self.mixture is not None:
+            return x + self.mixture(self.mlp_norm(x))
         return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
