@@ -22,13 +22,19 @@ class ModelShape:
     vocabulary: int
     max_sequence: int
     num_experts: int = 0
-    """The MLPs of a block, of which a token uses two; 0: one MLP for all tokens."""
+    """With experts, a router sends each token to `experts_per_token` of them, in place of the MLP of a block."""
+    expert_width: int = 0
+    experts_per_token: int = 4
+    grouped: bool = True
+    """Whether all experts are computed in one grouped product, instead of one after the other."""
 
     @property
     def num_parameters(self) -> int:
         """The elements of a GPT of this shape. Building it on the meta device to count them would import 70 MB."""
-        mlps, router = max(self.num_experts, 1), self.num_experts * self.width
-        of_block = (4 + 8 * mlps) * self.width**2 + 4 * self.width + router
+        of_mlp = 8 * self.width**2
+        if self.num_experts:
+            of_mlp = self.num_experts * self.width * (2 * self.expert_width + 1)
+        of_block = 4 * self.width**2 + of_mlp + 4 * self.width
         embeddings = (2 * self.vocabulary + self.max_sequence) * self.width
         return self.num_layers * of_block + embeddings + 2 * self.width
 
@@ -50,34 +56,55 @@ PRESETS = {
     "15b": ModelShape(num_layers=48, width=5120, num_heads=40, vocabulary=32000, max_sequence=1024),
     "20b": ModelShape(num_layers=44, width=6144, num_heads=48, vocabulary=32000, max_sequence=1024),
     "30b": ModelShape(num_layers=56, width=6656, num_heads=52, vocabulary=32000, max_sequence=1024),
+    # 32 experts in each block, 4 for each token: 0.8B parameters compute a token.
+    "moe-tiny": ModelShape(2, 64, 2, 256, 64, num_experts=8, expert_width=32),
+    "moe-3b": ModelShape(24, 2048, 16, 32000, 1024, num_experts=32, expert_width=768),
+    "moe-3b-loop": ModelShape(24, 2048, 16, 32000, 1024, num_experts=32, expert_width=768, grouped=False),
 }
 
 
-class Expert(nn.Module):
-    def __init__(self, width: int) -> None:
+class Experts(nn.Module):
+    """Expert MLPs in one parameter per layer, called with tokens, the experts of each token and their weights."""
+
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.num_experts, self.grouped = shape.num_experts, shape.grouped
+        self.up = nn.Parameter(torch.randn(shape.num_experts, shape.width, shape.expert_width) * 0.02)
+        self.down = nn.Parameter(torch.randn(shape.num_experts, shape.expert_width, shape.width) * 0.02)
+
+    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        device = tokens.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
+        up, down = self.up.to(dtype), self.down.to(dtype)
+        order = index.flatten().argsort(stable=True)
+        copies = tokens.to(dtype)[order // index.shape[1]]
+        counts = torch.bincount(index.flatten(), minlength=self.num_experts)
+        if self.grouped and dtype == torch.bfloat16:
+            ends = counts.cumsum(0).to(torch.int32)
+            hidden = functional.gelu(functional.grouped_mm(copies, up, offs=ends))
+            results = functional.grouped_mm(hidden, down, offs=ends)
+        else:
+            parts = copies.split(counts.tolist())
+            results = torch.cat([functional.gelu(part @ up[e]) @ down[e] for e, part in enumerate(parts)])
+        results = results * weights.flatten()[order].unsqueeze(-1).to(dtype)
+        output = torch.zeros_like(tokens, dtype=torch.float32)
+        return output.index_add(0, order // index.shape[1], results.float()).to(tokens.dtype)
+
+
+class RoutedExperts(nn.Module):
+    """A router and its experts, in place of an MLP."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.experts_per_token = shape.experts_per_token
+        self.router = nn.Linear(shape.width, shape.num_experts, bias=False)
+        self.experts = Experts(shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(functional.gelu(self.up(x)))
-
-
-class Mixture(nn.Module):
-    """MLPs of which each token uses two."""
-
-    def __init__(self, width: int, num_experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, num_experts, bias=False)
-        self.experts = nn.ModuleList(Expert(width) for _ in range(num_experts))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).float().softmax(-1).topk(2)
-        output = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            token, place = torch.where(chosen == number)
-            output.index_add_(0, token, expert(tokens[token]) * weights[token, place, None].to(x.dtype))
+        tokens = x.flatten(0, 1)
+        weights, index = self.router(tokens).float().softmax(-1).topk(self.experts_per_token)
+        weights = weights / weights.sum(-1, keepdim=True)
+        output: torch.Tensor = self.experts(tokens, index, weights.to(tokens.dtype))
         return output.view(x.shape)
 
 
@@ -90,8 +117,8 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mixture = Mixture(width, shape.num_experts) if shape.num_experts else None
-        if self.mixture is None:
+        self.routed = RoutedExperts(shape) if shape.num_experts else None
+        if not shape.num_experts:
             self.mlp_in = nn.Linear(width, 4 * width, bias=False)
             self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
@@ -101,8 +128,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
-        if self.mixture is not None:
-            return x + self.mixture(self.mlp_norm(x))
+        if self.routed is not None:
+            return x + self.routed(self.mlp_norm(x))
         return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
 

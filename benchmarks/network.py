@@ -406,6 +406,8 @@ class WideProducts(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.linear:
             return _Product.apply(*args[:2])  # the model has no biases
+        if function is torch.Tensor.matmul:  # of experts
+            return _Product.apply(args[0], args[1].T)
         if function is functional.scaled_dot_product_attention:
             return function(*(values.float() for values in args), **kwargs).to(args[0].dtype)
         return function(*args, **(kwargs or {}))
@@ -669,7 +671,10 @@ def main() -> None:
         for setting in arguments.settings
     }
 
-    shape = dataclasses.replace(PRESETS[workload.preset], num_experts=arguments.experts)
+    shape = PRESETS[workload.preset]
+    shape = dataclasses.replace(
+        shape, num_experts=arguments.experts, expert_width=4 * shape.width, experts_per_token=2, grouped=False
+    )
 
     def run_one(setting: str, rate: Rate, num_ranks: int) -> Outcome:
         return run([setting], workload, rate, arguments.timeout, shape, num_ranks)[0]

@@ -1,7 +1,8 @@
 """Time from the death of a rank or of a node to the next optimizer step, by phase.
 
 Scenarios: a rank is killed on one node; all processes of one of two nodes are killed; the cable between two nodes is
-cut. Nodes are network namespaces. Every start loads the newest checkpoint, which is saved every few steps.
+cut. Nodes are network namespaces. Every start loads the newest checkpoint, which is saved every few steps, or with
+`--peer-copies` the newest peer copy; then nothing is saved.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import signal
 import statistics
 import subprocess
@@ -16,15 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 # Ranks and launchers record times, and import torch when they have begun to.
 BEGUN = time.time()
 SCENARIOS = ("rank", "node-killed", "node-cut")
-PHASES = ("noticed", "ended", "rendezvous", "process", "imports", "initialize", "load", "step")
-SAVE_EVERY = 3
+PHASES = ("noticed", "ended", "rendezvous", "process", "imports", "model", "initialize", "load", "step")
+SAVE_EVERY, JOB_SECRET = 3, "ONEFOLD_JOB_SECRET"
 MARK = "ONEFOLD_RESTART_BENCHMARK"
 
 
@@ -58,23 +60,45 @@ def train(options: argparse.Namespace) -> None:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": options.stage},
+        "onefold": {"peer_copies": {"every": SAVE_EVERY if options.peer_copies else None}},
     }
-    engine = onefold.initialize(model=GPT(shape), config=config)[0]
-    times["initialize"] = time.time()
     folder, start = options.folder, int(os.environ["ONEFOLD_RESTARTS"])
-    if (folder / "saved").exists():
+    with without_initial_values() if start > 0 and options.skip_init else nullcontext():
+        model = GPT(shape)
+    times["model"] = time.time()
+    engine = onefold.initialize(model=model, config=config)[0]
+    times["initialize"] = time.time()
+    if options.peer_copies or (folder / "saved").exists():
         engine.load_checkpoint(str(folder / "saved"))
     times["load"] = time.time()
+    resumed = engine.global_steps
     while True:
         tokens, targets = make_batch(shape, 1, options.tokens, engine.global_rank, engine.device)
         engine.backward(engine(tokens, targets))
         engine.step()
         if "step" not in times:
             times["step"] = time.time()
-            append(folder / f"times.{start}", rank=engine.global_rank, world=engine.world_size, **times)
-        if engine.global_steps % SAVE_EVERY == 0:
+            known = {"rank": engine.global_rank, "world": engine.world_size, "resumed": resumed}
+            append(folder / f"times.{start}", **known, **times)
+        if engine.global_steps % SAVE_EVERY == 0 and not options.peer_copies:
             engine.save_checkpoint(str(folder / "saved"))
         append(folder / f"pids.{start}.{engine.global_rank}", pid=os.getpid(), steps=engine.global_steps)
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Skip the random initialization of weights, all of which are loaded afterwards."""
+    from torch.nn import init
+
+    names = ("normal_", "uniform_", "kaiming_uniform_")
+    before = {name: getattr(init, name) for name in names}
+    try:
+        for name in names:
+            setattr(init, name, lambda tensor, *arguments, **keywords: tensor)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(init, name, function)
 
 
 # -- a launcher --------------------------------------------------------------------------------------------------------
@@ -118,14 +142,17 @@ def measure(options: argparse.Namespace, scenario: str) -> dict[str, float]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         train_arguments = ["--module", "benchmarks.restart", "--train", "--folder", str(folder)]
         train_arguments += ["--preset", options.preset, "--tokens", str(options.tokens), "--stage", str(options.stage)]
+        train_arguments += ["--peer-copies"] if options.peer_copies else []
+        train_arguments += ["--skip-init"] if options.skip_init else []
         flags = ["--max-restarts", "3", *(["--fork-server"] if options.fork_server else [])]
         hosts = stack.enter_context(two_hosts(Rate(UNSHAPED))) if scenario != "rank" else [None]
-        nodes = []
+        nodes, secret = [], secrets.token_hex(32)
         stack.callback(end_all, nodes, str(folder))
         for number, host in enumerate(hosts):
             inside = ["ip", "netns", "exec", host.namespace] if host is not None else []
             of_node = ["--nproc", "2" if host is None else "1"]
             environment = {**os.environ, MARK: str(folder), "OMP_NUM_THREADS": "1", "ONEFOLD_NODE": str(number)}
+            environment[JOB_SECRET] = secret
             if host is not None:
                 of_node += ["--nnodes", "1:2", "--master_addr", hosts[0].address]
                 environment["GLOO_SOCKET_IFNAME"] = host.interface
@@ -135,7 +162,9 @@ def measure(options: argparse.Namespace, scenario: str) -> dict[str, float]:
                 nodes.append(
                     subprocess.Popen([*inside, *command, "--", *arguments], env=environment, stdout=log, stderr=log)
                 )
-        wait_for(lambda: len(steps := read(folder / "pids.0.1")) and steps[-1]["steps"] > SAVE_EVERY, folder)
+        # Two copies have begun, so that the first of them is complete.
+        last = (2 if options.peer_copies else 1) * SAVE_EVERY
+        wait_for(lambda: len(steps := read(folder / "pids.0.1")) and steps[-1]["steps"] > last, folder)
         victim = read(folder / "pids.0.1")[-1]["pid"]
         died = time.time()
         if scenario == "rank":
@@ -149,6 +178,7 @@ def measure(options: argparse.Namespace, scenario: str) -> dict[str, float]:
         wait_for(lambda: read(folder / "times.1"), folder)
         time.sleep(0.5)  # the other rank writes its times
         times = read(folder / "times.1")
+        assert all(of_rank["resumed"] >= last - SAVE_EVERY > 0 or not options.peer_copies for of_rank in times), times
         events = [event for event in read(folder / "launcher.0") if event["at"] > died]
         at = {"noticed": min(event["at"] for event in events if event["event"] == "noticed")}
         at["rendezvous"] = next(event["at"] for event in events if event["event"] == "rendezvous")
@@ -195,6 +225,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--preset", default="109m", help="model (default: %(default)s)")
     add("--scenarios", default=",".join(SCENARIOS), help="comma-separated (default: %(default)s)")
+    add("--peer-copies", action="store_true", help="resume from peer copies, and save nothing")
+    add("--skip-init", action="store_true", help="build the model without initial values at a restart")
     add("--fork-server", action="store_true", help="fork the ranks, as `onefold launch --fork-server`")
     add("--rounds", type=int, default=3)
     add("--tokens", type=int, default=64, help="tokens of a rank and step")
@@ -227,7 +259,8 @@ def main() -> int:
     table = format_table(["fault", *PHASES, "total", "longest"], rows)
     details = {
         "job": f"GPT {options.preset}, stage {options.stage}, 2 gloo ranks of one thread, fp32, "
-        f"{options.tokens} tokens a rank and step, a checkpoint every {SAVE_EVERY} steps",
+        f"{options.tokens} tokens a rank and step, a {'peer copy' if options.peer_copies else 'checkpoint'} every "
+        f"{SAVE_EVERY} steps",
         "columns": f"seconds, the median of {options.rounds} faults; phases end with the event of their name",
     }
     text = describe_run("Restarts", "benchmarks.restart", details) + "\n" + table + "\n"

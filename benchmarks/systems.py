@@ -278,6 +278,9 @@ def _onefold(
         config["zero_optimization"] |= {"overlap_comm": True, **(limits or {})}  # as DDP and FSDP2 do unasked
         with onefold.zero.Init(config_dict_or_path=config, enabled=limits is not None):
             model = construct()
+        if "expert_parallel_size" in own:
+            for block in model.blocks:
+                onefold.experts(block.routed.experts)
         engine, *_ = onefold.initialize(model=model, model_parameters=model.parameters(), config=config)
         if workload.compiled:
             engine.compile()
@@ -359,6 +362,10 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "fp8-onefold-2-rowwise": _onefold(2, fp8={"recipe": "rowwise"}),
     "fp8-onefold-3": _onefold(3, NOTHING_KEPT, fp8={}),
     "fp8-onefold-3-bf16-gathers": _onefold(3, NOTHING_KEPT, fp8={"all_gather": False}),
+    "experts-onefold-3-2": _onefold(3, NOTHING_KEPT, expert_parallel_size=2),
+    "experts-onefold-3-4": _onefold(3, NOTHING_KEPT, expert_parallel_size=4),
+    "experts-onefold-2-2": _onefold(2, expert_parallel_size=2),
+    "experts-onefold-2-4": _onefold(2, expert_parallel_size=4),
     "8bit-bitsandbytes": _plain_8bit("bitsandbytes.optim"),
     "8bit-torchao": _plain_8bit("torchao.optim"),
     "8bit-onefold-2": _onefold(2, **INT8),

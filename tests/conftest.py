@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from object_store import ObjectStore
 from parts import files_of
 from ranks import RankPool, start_mps, stop_mps
 
@@ -108,6 +109,19 @@ def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     for pool in _pools.values():
         pool.stop()
     _pools.clear()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """A local S3 server. Clients are cached by process, so there is one server for all tests."""
+    store = ObjectStore(tmp_path_factory.mktemp("s3"))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in store.environment.items():
+                patch.setenv(name, value)
+            yield store
+    finally:
+        store.stop()
 
 
 @pytest.fixture

@@ -34,6 +34,12 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+# Each request needs a new connection, and a thread pool that resolves the name of the server.
+NEW_CONNECTIONS = {
+    "FSSPEC_S3": json.dumps({"config_kwargs": {"connector_args": {"keepalive_timeout": 0, "use_dns_cache": False}}})
+}
+
+
 class ObjectStore:
     """A running server. Its clients find it through the environment."""
 

@@ -304,6 +304,12 @@ class UnsupportedMix(ConfigError, NotImplementedError):
 
 def _check_as_deepspeed(plan: Plan, chosen: ChosenOptimizer | None, config: DeepSpeedConfig) -> None:
     """Raise for configs that DeepSpeed refuses, though onefold supports them."""
+    if plan.loop.peer_copies.every is not None:
+        raise UnsupportedMix(
+            "onefold.peer_copies is not supported behind DeepSpeed's names: Trainer, accelerate and Lightning resume "
+            "from the step count of their own files, which copies do not have. Leave the key out, or call "
+            "onefold.initialize."
+        )
     if chosen is None:
         return
     settings = config.settings

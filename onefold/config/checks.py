@@ -18,6 +18,8 @@ from onefold.config.schema import FREE_KEYS, Config, OptimizerSection, Scheduler
 from onefold.config.zero_optimization import OffloadOptimizer, OffloadParam
 from onefold.errors import ConfigError
 from onefold.redaction import HIDDEN, is_secret_name
+from onefold.storage.object_path import StorageError
+from onefold.storage.place import place
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
@@ -59,7 +61,9 @@ def settle_old_spellings(config: Config, given: GivenKeys) -> Config:
     param = replace(param, **_settle_offload("offload_param", param, read=zero.stage == 3))
     own = config.onefold
     if own.report is not None:
-        own = replace(own, report=_folder("onefold.report", own.report))
+        own = replace(own, report=_folder("onefold.report", own.report, may_be_url=True))
+    if own.stall.folder is not None:
+        own = replace(own, stall=replace(own.stall, folder=_folder("onefold.stall.folder", own.stall.folder)))
     if config.optimizer is not None and is_8bit(config.optimizer.type):
         asked = given.values.get("onefold.state_dtype", "int8")
         if asked != "int8":
@@ -88,11 +92,16 @@ def _settle_offload(name: str, offload: OffloadParam | OffloadOptimizer, *, read
     return settled
 
 
-def _folder(path: str, given: str) -> str:
+def _folder(path: str, given: str, *, may_be_url: bool = False) -> str:
     folder = os.path.expanduser(os.path.expandvars(given.strip()))
     if not folder:
         raise wrong(path, given, "the name of a folder")
-    if "://" in folder:
+    if may_be_url:
+        try:
+            folder = str(place(folder))
+        except StorageError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    elif "://" in folder:
         raise ConfigError(f"{path} = {given!r}: must be a path of a file system, not a URL")
     if "$" in folder or folder.startswith("~"):
         raise ConfigError(
@@ -288,11 +297,14 @@ def _without_effect(config: Config, asked: set[str]) -> Iterator[str]:
         )
     if "onefold.trace.path" in asked and own.trace.steps is None and not own.trace.memory_snapshot:
         yield "onefold.trace.path: it has no effect without onefold.trace.steps or onefold.trace.memory_snapshot"
-    rolls_back = "rollback" in (own.nonfinite_gradients, own.loss_spike.factor and own.loss_spike.action)
+    rolls_back = "rollback" in (
+        own.nonfinite_gradients,
+        *(spike.factor and spike.action for spike in (own.loss_spike, own.grad_norm_spike)),
+    )
     if "onefold.max_rollbacks" in asked and not rolls_back:
         yield (
-            "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients or onefold.loss_spike.action "
-            'is "rollback"'
+            "onefold.max_rollbacks: it has no effect unless onefold.nonfinite_gradients, onefold.loss_spike.action or "
+            'onefold.grad_norm_spike.action is "rollback"'
         )
     if "onefold.stop.seconds" in asked and not own.stop.handled:
         yield "onefold.stop.seconds: it has no effect without onefold.stop.save_to or onefold.stop.signals"

@@ -79,6 +79,26 @@ class LossSpikeSection:
 
 
 @dataclass(frozen=True)
+class GradNormSpikeSection:
+    """Check of the gradient norm of each step against those of the last steps ([guards](guards.md))."""
+
+    factor: float | None = key(
+        None,
+        "Number of standard deviations, estimated from the median absolute deviation, by which a gradient norm before "
+        "clipping may exceed the median of the last `window` norms. By default, norms are not checked.",
+        above=0,
+        or_false=True,
+    )
+    window: int = key(64, "Number of steps whose gradient norms are compared.", minimum=2, switch="factor")
+    action: Literal["warn", "raise", "skip", "rollback"] = key(
+        "warn",
+        "Reaction to a larger norm, on all ranks. warn: log a warning and step; raise: raise `GradNormSpikeError` "
+        "before any weight changes; skip: skip the step; rollback: load the last checkpoint.",
+        switch="factor",
+    )
+
+
+@dataclass(frozen=True)
 class StallSection:
     """Watch that ends the job if a rank makes no progress ([guards](guards.md#find-ranks-that-are-stuck))."""
 
@@ -98,9 +118,22 @@ class StallSection:
     )
     folder: str | None = key(
         None,
-        "Folder of `heartbeats.json` and `stacks.txt`. The default is the folder of `onefold.report`, or `stall` in "
-        "the working directory.",
+        "Folder of `heartbeats.json` and `stacks.txt`, not a URL. The default is the folder of `onefold.report`, or "
+        "`stall` in the working directory if that is a URL or missing.",
         switch="seconds",
+    )
+
+
+@dataclass(frozen=True)
+class PeerCopiesSection:
+    """Copies of the training state in the memory of the nodes ([launch](launch.md#lose-fewer-steps-at-a-failure))."""
+
+    every: int | None = key(
+        None,
+        "Number of steps between two copies of weights, states and positions to shared memory, in the background. "
+        "Restarted ranks resume from the last one if it is newer than the checkpoint that the program loads. It needs "
+        "`onefold launch` with `--max-restarts`. By default, nothing is copied.",
+        minimum=1,
     )
 
 
@@ -164,11 +197,12 @@ class OnefoldSection:
         3, "Number of rollbacks without a step beyond those reached before, after which the error is raised.", minimum=0
     )
     loss_spike: LossSpikeSection = section(LossSpikeSection)
+    grad_norm_spike: GradNormSpikeSection = section(GradNormSpikeSection)
     reexecute_steps: bool = key(
         False,
-        "Re-execute a step whose gradients are not finite (if `nonfinite_gradients` reacts to them) or whose loss is a "
-        "spike, to tell a bit flip from a bug. Inputs are kept until the step. The first step is always re-executed, "
-        "to check that its bits can be reproduced.",
+        "Re-execute a step whose gradients are not finite (if `nonfinite_gradients` reacts to them) or whose loss or "
+        "gradient norm is a spike, to tell a bit flip from a bug. Inputs are kept until the step. The first step is "
+        "always re-executed, to check that its bits can be reproduced.",
     )
     replica_check_every: int | None = key(
         None,
@@ -268,8 +302,8 @@ class OnefoldSection:
     )
     report: str | None = key(
         None,
-        "Folder in which rank 0 records the run in `run.jsonl`, with one line per step, for `onefold report` and "
-        "`onefold watch`. By default, no record is written.",
+        "Folder, or URL in an object store, in which rank 0 records the run in `run.jsonl`, with one line per step, "
+        "for `onefold report` and `onefold watch`. By default, no record is written.",
     )
     metrics_address: str | None = key(
         None,
@@ -280,3 +314,4 @@ class OnefoldSection:
     trace: TraceSection = section(TraceSection)
     stop: StopSection = section(StopSection)
     stall: StallSection = section(StallSection)
+    peer_copies: PeerCopiesSection = section(PeerCopiesSection)

@@ -12,7 +12,8 @@ import torch
 
 from onefold.checkpoint.format import folder
 from onefold.checkpoint.format.files import CheckpointError
-from onefold.checkpoint.format.manifest import NAME
+from onefold.checkpoint.format.manifest import NAME, Manifest
+from onefold.checkpoint.format.peer_copy import node_folder
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot
 from onefold.checkpoint.loading.load import (
     LoadTarget,
@@ -31,6 +32,7 @@ from onefold.checkpoint.state.random_states import check_random_states, restore_
 from onefold.checkpoint.state.slots import loose_states
 from onefold.comm import assert_same_by_exchange
 from onefold.engine.checkpoint_saver import CheckpointSaver
+from onefold.engine.peer_copies import PeerCopies
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.runtime import unsharded
@@ -77,9 +79,10 @@ class OpenCheckpoint:
 class CheckpointLoader:
     """Loads checkpoints into the train state of one engine. All ranks call it together."""
 
-    def __init__(self, state: TrainState, saver: CheckpointSaver) -> None:
+    def __init__(self, state: TrainState, saver: CheckpointSaver, copies: PeerCopies) -> None:
         self._state = state
         self._saver = saver
+        self._copies = copies
 
     def load(
         self,
@@ -125,13 +128,20 @@ class CheckpointLoader:
         }
         advice = "Call load_checkpoint with the same arguments on every rank"
         assert_same_by_exchange(state.schedule.agreement, "load_checkpoint", [("the call", given)], advice)
-        names, tried = self._candidates(load_dir, tag), list[str]()
+        resumes = tag is None and options.exactly and strict and custom is None
+        names, tried = (
+            self._candidates(load_dir, tag, copies=self._copies.take_resumable() if resumes else ()),
+            list[str](),
+        )
         while names:
             with ExitStack() as stack:
-                problem, found = self._read(place(load_dir) / names[0], options, stack)
+                problem, found = self._read(_folder_of(load_dir, names[0]), options, stack)
                 if found is not None:
-                    if options.optimizer and custom is None:
-                        self._saver.last = absolute(found.checkpoint.folder)
+                    if _is_copy(names[0]) and state.group.rank == 0:
+                        logger.info("resuming from the peer copy after step %d", found.checkpoint.manifest.global_steps)
+                    stays = next((name for name in names if not _is_copy(name)), None)  # a copy is replaced soon
+                    if options.optimizer and custom is None and stays is not None:
+                        self._saver.last = absolute(place(load_dir) / stays)
                     return str(found.checkpoint.folder), self._finish(found, options)
             tried.append(names.pop(0))
             if not names and tag is None:  # another running job may have saved new ones and removed these
@@ -147,12 +157,17 @@ class CheckpointLoader:
         if self._state.group.rank == 0:
             logger.warning("%s", message)
 
-    def _candidates(self, load_dir: str, tag: str | None, tried: Sequence[str] = ()) -> list[str]:
-        """Return the tags to try, best first, as rank 0 finds them. Return none if there is nothing to load."""
+    def _candidates(
+        self, load_dir: str, tag: str | None, tried: Sequence[str] = (), copies: Sequence[str] = ()
+    ) -> list[str]:
+        """Return the tags to try, best first, as rank 0 finds them. Return none if there is nothing to load.
+
+        The names of peer copies that are newer than the best tag come first, and begin with a slash.
+        """
         text = error = ""
         if self._state.group.rank == 0:
             try:
-                text = "\n".join(_find_candidates(place(load_dir), tag, tried))
+                text = "\n".join(_with_copies(copies, place(load_dir), tag, tried))
             except (ValueError, OSError) as found:
                 error = str(found)
         published = self._state.schedule.agreement.broadcast_text("load_checkpoint", f"{error}\0{text}")
@@ -363,8 +378,8 @@ class CheckpointLoader:
         state.skipped_steps = counters["skipped_steps"]
         state.window.resume(counters["micro_steps"])
         state.decision.forget_norm()
-        if state.decision.loss_guard is not None:
-            state.decision.loss_guard.load_state_dict(found.state.get("losses", ()))
+        for name, spikes in state.decision.spike_guards.items():
+            spikes.load_state_dict(found.state.get(name, ()))
         if not options.exactly:
             return
         if self._restores_data(found, options):
@@ -381,6 +396,47 @@ class CheckpointLoader:
             self._warn(
                 f"{found.checkpoint.folder} has no random states. Random number generators keep the seeds of this job"
             )
+
+
+def _is_copy(name: str) -> bool:
+    return name.startswith("/")
+
+
+def _folder_of(load_dir: str, name: str) -> Place:
+    """Return the folder of a tag, or of a peer copy on this node."""
+    return node_folder() / name[1:] if _is_copy(name) else place(load_dir) / name
+
+
+def _with_copies(copies: Sequence[str], load_dir: Place, tag: str | None, tried: Sequence[str]) -> Sequence[str]:
+    """Return the tags of complete checkpoints in a folder, best first, after the peer copies that are newer."""
+    if not copies:
+        return _find_candidates(load_dir, tag, tried)
+    names: Sequence[str] = []
+    saved, has_client_state = "", False
+    try:
+        names = _find_candidates(load_dir, tag, tried)
+        if names:
+            best = Manifest.read(load_dir / names[0])
+            saved, has_client_state = best.saved, bool(best.state["client_state"])
+    except (ValueError, OSError) as error:
+        logger.warning("%s. Peer copies are tried first", error)
+    newer = []
+    for copy in copies:
+        try:
+            manifest = Manifest.read(node_folder() / copy)
+        except (ValueError, OSError) as error:
+            logger.warning("%s. The peer copy is skipped", error)
+            continue
+        if manifest.saved > saved:
+            newer.append((copy, manifest))
+    if has_client_state and any(not manifest.state["client_state"] for _, manifest in newer):
+        logger.warning(
+            "the peer copy of step %d is not loaded, because the checkpoint %s has a client state, and the copy has "
+            "none. Call engine.set_client_state_of_copies to give copies one",
+            newer[0][1].global_steps, load_dir / names[0],
+        )  # fmt: skip
+        newer = []
+    return [*(f"/{copy}" for copy, _ in newer), *names]
 
 
 def _kind(optimizer: str) -> str:

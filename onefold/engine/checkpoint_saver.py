@@ -97,6 +97,15 @@ class CheckpointSaver:
         )
         self.last = absolute(place(save_dir) / tag)
 
+    def copy(
+        self, folder: str, name: str, kept: list[str], client_state: Mapping[str, Any], *, may_begin: bool
+    ) -> bool:
+        """Write a peer copy in the background. Return whether it has begun; see `SaveCoordinator.copy`."""
+        self._state.check_complete()
+        self._state.schedule.context.forget_cached()
+        options = SaveOptions(folder, name, False, False, background=True, private=True, kept_copies=kept)
+        return self.coordinator.copy(options, lambda: self._header(client_state, False), may_begin=may_begin)
+
     def whole_state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """Return the unsharded state dict of the model. See `Engine.module_state_dict`."""
         state = self._state
@@ -199,7 +208,7 @@ class CheckpointSaver:
             "optimizer": optimizer,
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
             "loss_scale": state.decision.loss_scale.state_dict(),
-            **({"losses": state.decision.loss_guard.state_dict()} if state.decision.loss_guard is not None else {}),
+            **{name: spikes.state_dict() for name, spikes in state.decision.spike_guards.items()},
             "counters": {
                 "global_steps": state.global_steps,
                 "global_samples": state.global_samples,

@@ -23,6 +23,7 @@ from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.compiled_units import CompiledUnits
 from onefold.engine.job_stop import JobStop
 from onefold.engine.offloaded_states import OffloadedStates
+from onefold.engine.peer_copies import PeerCopies
 from onefold.engine.stall_guard import StallGuard
 from onefold.engine.step_reports import EngineReports
 from onefold.engine.train_state import TrainState
@@ -43,6 +44,7 @@ class EngineParts:
     compiled: CompiledUnits
     stop: JobStop
     stalls: StallGuard
+    copies: PeerCopies
     creator: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that made the engine."""
 
@@ -52,6 +54,7 @@ class EngineParts:
         What is in flight is finished first, because other ranks and the model need it.
         """
         self.stop.close()
+        self.copies.close()
         self.saver.stop()
         self.reports.close()
         schedule = self.state.schedule

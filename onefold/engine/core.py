@@ -25,6 +25,7 @@ from onefold.engine.memory_errors import MemoryErrors
 from onefold.engine.model_events import ModelEvents
 from onefold.engine.model_memory import ModelMemory
 from onefold.engine.offloaded_states import OffloadedStates
+from onefold.engine.peer_copies import PeerCopies
 from onefold.engine.shared_parameters import SharedParameters
 from onefold.engine.stall_guard import StallGuard
 from onefold.engine.step_guards import StepGuards
@@ -105,7 +106,8 @@ class Engine(nn.Module):
         self.training = model.training
         register_engine(model, self)
         self._saver = CheckpointSaver(self.state)
-        self._loader = CheckpointLoader(self.state, self._saver)
+        self._copies = PeerCopies(self.state, self._saver)
+        self._loader = CheckpointLoader(self.state, self._saver, self._copies)
         self._guards = StepGuards(self.state, self._saver, self._loader)
         self._replay = StepReplay(self.state)
         self._steps = StepTaker(self.state, self._hooks, self._saver, self._replay)
@@ -114,7 +116,7 @@ class Engine(nn.Module):
         self._stop, self._stalls = JobStop(self.state), StallGuard(self.state, self.monitor)
         parts = EngineParts(
             self.state, self._saver, self._hooks, handles, offloaded, self._reports, self._compiled, self._stop,
-            self._stalls,
+            self._stalls, self._copies,
         )  # fmt: skip
         self._finalizer = weakref.finalize(self, close_unreachable, parts)
         self._finalizer.atexit = False
@@ -210,6 +212,7 @@ class Engine(nn.Module):
             if self._trace is not None:
                 self._trace.after_step(state.global_steps)
             self._stop.after_step(self._saver)
+            self._copies.after_step()
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times a phase and traces it if the trace window is open."""
@@ -283,6 +286,13 @@ class Engine(nn.Module):
         """
         self._saver.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters, background)
         return True
+
+    def set_client_state_of_copies(self, provide: Callable[[], Mapping[str, Any]]) -> None:
+        """Set the function that returns the client state of each peer copy (`onefold.peer_copies`), called on rank 0.
+
+        Restarted programs find its value as the client state that `load_checkpoint` returns.
+        """
+        self._copies.client_state = provide
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the save in the background is on disk. Raise if it failed."""
@@ -372,7 +382,8 @@ class Engine(nn.Module):
 
     def describe(self) -> str:
         """Return the plan in words: what is replicated, what is sharded, bytes per rank, tier and step."""
-        return "\n".join(line for line in (self.model_memory.describe(), self._replay.describe()) if line)
+        lines = self.model_memory.describe(), self._replay.describe(), self._copies.describe()
+        return "\n".join(line for line in lines if line)
 
     def plan_report(self) -> str:
         """Return planned and measured bytes as text: each tier and kind, buffers, the peak, traffic per step.

@@ -33,6 +33,8 @@ from onefold.report.plan_report import KINDS, HeldBytes, PlanReport, TrafficRow
 from onefold.report.run_file import MemoryRow, StepRow, line_of, peaks_of, write_line
 from onefold.report.run_record import RunRecord, check_folder
 from onefold.report.timeline import Timeline
+from onefold.storage.before_exit import before_exit
+from onefold.storage.object_path import ObjectPath
 from onefold.version import __version__
 
 _LONGEST_ERROR = 400
@@ -93,6 +95,8 @@ class StepReports:
         # Many programs don't close their engine.
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
+        if record is not None and isinstance(record.path, ObjectPath):
+            before_exit(self._at_exit)
 
     def note(self, **facts: Any) -> None:
         """Add facts to the record of the run."""

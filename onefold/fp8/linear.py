@@ -20,7 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from onefold.fp8.scaled_tensor import E4M3, E5M2, ScaledTensor, multiply, to_fp8, to_fp8_by_row, transpose
+from onefold.fp8.scaled_tensor import (
+    E4M3,
+    E5M2,
+    ScaledTensor,
+    cast_to_fp8,
+    multiply,
+    to_fp8,
+    to_fp8_by_row,
+    transpose,
+)
 
 
 @dataclass(eq=False)
@@ -37,13 +46,6 @@ class Fp8State:
     """The number of FP8 products, without those in compiled graphs."""
     is_compiled: bool = False
     """Whether a compiled graph has products of this layer."""
-
-    def count(self) -> None:
-        """Count one product."""
-        if torch.compiler.is_compiling():
-            self.is_compiled = True
-        else:
-            self.num_products += 1
 
 
 class Fp8Linear(nn.Linear):
@@ -64,14 +66,23 @@ class Fp8Linear(nn.Linear):
         # `functional_call` and programs that replace the weight give the layer another one.
         gathered = state.gathered if self.weight is state.weight else None
         values, inverse_scale = (gathered.values, gathered.inverse_scale) if gathered is not None else (None, None)
-        output = _Multiply.apply(input, self.weight, values, inverse_scale, state, dtype)  # type: ignore[no-untyped-call]
+        rows = input.reshape(-1, input.shape[-1])
+        if torch.compiler.is_compiling():
+            state.is_compiled = True
+            _allow_in_graph()
+            output = _MultiplyInGraph.apply(
+                rows, self.weight, values, inverse_scale, state.by_row, state.emulate, dtype
+            )  # type: ignore[no-untyped-call]
+        else:
+            output = _Multiply.apply(input, self.weight, values, inverse_scale, state, dtype)  # type: ignore[no-untyped-call]
+        output = output.view(*input.shape[:-1], output.shape[-1])
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output  # type: ignore[no-any-return]
 
 
 class _Multiply(torch.autograd.Function):
-    """The three products of a layer. See [Note: the three products]."""
+    """The three products of a layer in eager mode. See [Note: the three products]."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -91,51 +102,118 @@ class _Multiply(torch.autograd.Function):
             saved = (rows, None)
         else:
             of_input, for_backward = _input_in_fp8(input, rows, transposed=ctx.needs_input_grad[1])
-            of_weight = _weight_in_fp8(weight, gathered, gathered_scale)
+            of_weight = _weight_in_fp8(weight, _scaled(gathered, gathered_scale))
             if for_backward is not None:
                 saved = for_backward.values, for_backward.inverse_scale
         if not ctx.needs_input_grad[1]:
             saved = (None, None)
-        ctx.weight = None
-        if gathered is not None and not torch.compiler.is_compiling():
-            # Backward uses the weight that is gathered then. Hooks on saved tensors do not copy it.
-            ctx.weight, gathered, gathered_scale = weight, None, None
-        is_saved = gathered is None and ctx.weight is None
-        ctx.save_for_backward(*saved, weight if is_saved else None, gathered, gathered_scale)
-        state.count()
-        output = multiply(of_input, of_weight, dtype, emulate=state.emulate, fast=True)
-        return output.view(*input.shape[:-1], output.shape[1])
+        # Backward uses the weight that is gathered then. Hooks on saved tensors do not copy it.
+        ctx.weight = weight if gathered is not None else None
+        ctx.save_for_backward(*saved, weight if gathered is None else None)
+        state.num_products += 1
+        return multiply(of_input, of_weight, dtype, emulate=state.emulate, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        state, dtypes = ctx.state, ctx.dtypes
-        to_input, to_weight = ctx.needs_input_grad[:2]
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        input, input_scale, weight, gathered, gathered_scale = ctx.saved_tensors
-        if ctx.weight is not None:
-            weight, arrived = ctx.weight, state.gathered
-            gathered, gathered_scale = (arrived.values, arrived.inverse_scale) if arrived is not None else (None, None)
-        of_inputs = of_weights = None
-        as_it_is: Any = None
-        turned: Any = None
-        if not state.by_row:
-            as_it_is, turned = to_fp8(rows, E5M2, as_it_is=to_input, transposed=to_weight)
+        state, needed = ctx.state, ctx.needs_input_grad[:2]
+        input, input_scale, weight = ctx.saved_tensors
+        weight, gathered = (weight, None) if ctx.weight is None else (ctx.weight, state.gathered)
+        input = input if state.by_row else _scaled(input, input_scale)
+        of_inputs, of_weights = _gradients(
+            gradient, input, weight, gathered, ctx.dtypes, needed, by_row=state.by_row, emulate=state.emulate
+        )
+        state.num_products += sum(needed)
+        return of_inputs.view(ctx.shape) if of_inputs is not None else None, of_weights, None, None, None, None
+
+
+class _MultiplyInGraph(torch.autograd.Function):
+    """The three products of a layer in a compiled model.
+
+    They have no effects but their results. So the compiler may fuse casts with what computes the matrices, and choose
+    what is saved for backward. It takes the function into the graph as it is (`_allow_in_graph`): torch 2.11 loses the
+    gradients of weights if it traces the Python code of both methods itself.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        gathered: Tensor | None,
+        gathered_scale: Tensor | None,
+        by_row: bool,
+        emulate: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.by_row, ctx.emulate, ctx.dtypes = by_row, emulate, (rows.dtype, weight.dtype)
+        ctx.save_for_backward(rows, weight, gathered, gathered_scale)
+        if by_row:
+            of_input, of_weight = to_fp8_by_row(rows), to_fp8_by_row(weight.detach())
+        else:
+            of_input, of_weight = cast_to_fp8(rows, E4M3), _weight_in_fp8(weight, _scaled(gathered, gathered_scale))
+        return multiply(of_input, of_weight, dtype, emulate=emulate, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, gathered, gathered_scale = ctx.saved_tensors
+        input = rows if ctx.by_row else transpose(cast_to_fp8(rows, E4M3))
+        gathered, needed = _scaled(gathered, gathered_scale), ctx.needs_input_grad[:2]
+        of_inputs, of_weights = _gradients(
+            gradient, input, weight, gathered, ctx.dtypes, needed, by_row=ctx.by_row, emulate=ctx.emulate
+        )
+        return of_inputs, of_weights, None, None, None, None, None
+
+
+def _allow_in_graph() -> bool:
+    """Tell the compiler not to look into `_MultiplyInGraph`. It calls this while it traces the first layer.
+
+    A decorator would import the compiler in programs that do not compile.
+    """
+    torch.compiler.allow_in_graph(_MultiplyInGraph)
+    return True
+
+
+_allow_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _scaled(values: Tensor | None, inverse_scale: Tensor | None) -> ScaledTensor | None:
+    return ScaledTensor(values, inverse_scale) if values is not None and inverse_scale is not None else None
+
+
+def _gradients(
+    gradient: Tensor,
+    input: Any,
+    weight: Tensor,
+    gathered: ScaledTensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    needed: tuple[bool, bool],
+    *,
+    by_row: bool,
+    emulate: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the input and of the weight, as far as they are needed.
+
+    `input` is the transposed input in FP8, or, with one scale for each row, the input itself.
+    """
+    rows, (to_input, to_weight) = gradient.reshape(-1, gradient.shape[-1]), needed
+    factors: list[tuple[ScaledTensor, ScaledTensor] | None] = [None, None]
+    if by_row:
         if to_input:
-            if state.by_row:
-                left, right = to_fp8_by_row(rows), to_fp8_by_row(weight.detach().t())
-            else:
-                left, right = as_it_is, _weight_in_fp8(weight, gathered, gathered_scale, transposed=True)
-            of_inputs = multiply(left, right, dtypes[0], emulate=state.emulate, fast=False).view(ctx.shape)
-            state.count()
+            factors[0] = to_fp8_by_row(rows), to_fp8_by_row(weight.detach().t())
         if to_weight:
-            if state.by_row:
-                left, right = to_fp8_by_row(rows.t()), to_fp8_by_row(input.t())
-            else:
-                left, right = turned, ScaledTensor(input, input_scale)
-            of_weights = multiply(left, right, dtypes[1], emulate=state.emulate, fast=False)
-            state.count()
-        return of_inputs, of_weights, None, None, None, None
+            factors[1] = to_fp8_by_row(rows.t()), to_fp8_by_row(input.t())
+    else:
+        as_it_is, turned = to_fp8(rows, E5M2, as_it_is=to_input, transposed=to_weight)
+        if as_it_is is not None:
+            factors[0] = as_it_is, _weight_in_fp8(weight, gathered, transposed=True)
+        if turned is not None:
+            factors[1] = turned, input
+    of_inputs, of_weights = (
+        multiply(*some, dtype, emulate=emulate, fast=False) if some is not None else None
+        for some, dtype in zip(factors, dtypes, strict=True)
+    )
+    return of_inputs, of_weights
 
 
 class _LastCast:
@@ -177,8 +255,6 @@ _last_cast = _LastCast()
 
 def _input_in_fp8(input: Tensor, rows: Tensor, *, transposed: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Cast the input of a layer, once for layers that get the same one."""
-    if torch.compiler.is_compiling():  # the compiler finds equal casts itself
-        return to_fp8(rows, E4M3, as_it_is=True, transposed=transposed)  # type: ignore[return-value]
     found, turned = _last_cast.find(input)
     if found is None:
         found, turned = to_fp8(rows, E4M3, as_it_is=True, transposed=transposed)
@@ -189,13 +265,10 @@ def _input_in_fp8(input: Tensor, rows: Tensor, *, transposed: bool) -> tuple[Sca
     return found, turned if transposed else None
 
 
-def _weight_in_fp8(
-    weight: Tensor, gathered: Tensor | None, inverse_scale: Tensor | None, *, transposed: bool = False
-) -> ScaledTensor:
+def _weight_in_fp8(weight: Tensor, gathered: ScaledTensor | None, *, transposed: bool = False) -> ScaledTensor:
     """Return the weight that arrived in FP8, or cast it. For the input gradient, it is transposed."""
-    if gathered is not None and inverse_scale is not None:
-        arrived = ScaledTensor(gathered, inverse_scale)
-        return transpose(arrived) if transposed else arrived
+    if gathered is not None:
+        return transpose(gathered) if transposed else gathered
     as_it_is, turned = to_fp8(weight.detach(), E4M3, as_it_is=not transposed, transposed=transposed)
     found = turned if transposed else as_it_is
     assert found is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,16 +54,21 @@ def to_fp8_by_row(matrix: Tensor) -> ScaledTensor:
     return ScaledTensor(_padded(round_to_fp8(matrix, scale, E4M3)), scale.reciprocal())
 
 
+def cast_to_fp8(matrix: Tensor, dtype: torch.dtype) -> ScaledTensor:
+    """Cast a matrix to FP8 with one scale, in operations of torch."""
+    scale = scale_of(_largest(matrix), dtype)
+    return ScaledTensor(round_to_fp8(matrix, scale, dtype), scale.reciprocal())
+
+
 def to_fp8(
     matrix: Tensor, dtype: torch.dtype, *, as_it_is: bool, transposed: bool
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """Cast a matrix to FP8 with one scale. Return it as it is, and its transpose as `transpose` does, or None."""
-    largest = _largest(matrix)
-    kernels = None if torch.compiler.is_compiling() else _kernels(matrix)
+    kernels = _kernels_for(matrix)
     if kernels is None or not matrix.numel():
-        scale = scale_of(largest, dtype)
-        found = ScaledTensor(round_to_fp8(matrix, scale, dtype), scale.reciprocal())
+        found = cast_to_fp8(matrix, dtype)
         return found if as_it_is else None, transpose(found) if transposed else None
+    largest = _largest(matrix)
     num_rows, num_columns = matrix.shape
     rows = matrix.new_empty(num_rows, num_columns, dtype=dtype) if as_it_is else None
     columns = matrix.new_empty(num_columns, _aligned(num_rows), dtype=dtype) if transposed else None
@@ -71,11 +77,24 @@ def to_fp8(
     return tuple(None if values is None else ScaledTensor(values, inverse) for values in (rows, columns))  # type: ignore[return-value]
 
 
+def _is_traced(tensor: Tensor) -> bool:
+    """Return whether a compiler traces what is done with a tensor. Its tensors have classes of their own."""
+    return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
+
+
+def _kernels_for(tensor: Tensor) -> Any:
+    """Return the Triton kernels, or None if torch computes with this tensor."""
+    return None if _is_traced(tensor) else _kernels(tensor)
+
+
 def _largest(matrix: Tensor, *, by_row: bool = False) -> Tensor:
     """Return the largest magnitude of a matrix, or of each of its rows as a column. Without elements, it is 0."""
     if not matrix.numel():  # of an expert without tokens, for example
         return matrix.new_zeros((matrix.shape[0], 1) if by_row else ())
-    largest: Tensor = torch.linalg.vector_norm(matrix.detach(), torch.inf, dim=1 if by_row else None, keepdim=by_row)
+    matrix = matrix.detach()
+    if _is_traced(matrix):  # the compiler fuses these two with what computes the matrix
+        return matrix.abs().amax(1, keepdim=True) if by_row else matrix.abs().amax()
+    largest: Tensor = torch.linalg.vector_norm(matrix, torch.inf, dim=1 if by_row else None, keepdim=by_row)
     return largest
 
 
@@ -85,7 +104,7 @@ def transpose(matrix: ScaledTensor) -> ScaledTensor:
     Columns of zeros, which add nothing to a product, make their number a multiple of 16.
     """
     values = matrix.values
-    kernels = None if torch.compiler.is_compiling() else _kernels(values)
+    kernels = _kernels_for(values)
     if kernels is None or not values.numel():
         return ScaledTensor(_padded(values.t().contiguous()), matrix.inverse_scale)
     target = values.new_empty(values.shape[1], _aligned(values.shape[0]))

@@ -25,7 +25,7 @@ from onefold.offload.state_kernels import (
     store_values,
     two_parts,
 )
-from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile, Tile, adam_in_single_operations
+from onefold.optim.rules import MASTER, AdamNumbers, StoredTile, Tile, adam_in_single_operations
 from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16
 
 
@@ -65,7 +65,7 @@ def _step(
         tl.store(weights + place, p.to(weights.dtype.element_ty), mask=place < size)
 
 
-def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
+def step(tile: StoredTile, numbers: AdamNumbers) -> None:
     """Update the encoded master and moments in place."""
     size, device = tile.gradient.numel(), tile.gradient.device
     factor = tile.coefficient
@@ -89,11 +89,11 @@ def step(tile: EncodedTile, numbers: AdamNumbers) -> None:
         )  # fmt: skip
 
 
-def _in_order(tile: EncodedTile) -> list[Buffer]:
+def _in_order(tile: StoredTile) -> list[Buffer]:
     return [tile.held[name] for name in (MASTER, "exp_avg", "exp_avg_sq")]
 
 
-def step_in_torch(tile: EncodedTile, numbers: AdamNumbers) -> None:
+def step_in_torch(tile: StoredTile, numbers: AdamNumbers) -> None:
     """Update like `step`, with separate torch operations. This is the reference for the kernel."""
     values = {}
     for name, buffer in tile.held.items():
@@ -135,7 +135,7 @@ def try_out() -> None:
                     continue
                 parts = [torch.zeros(p.numel(2 * BLOCK), dtype=p.dtype, device="cuda") for p in state_format.parts]
                 buffers[name] = Buffer(parts, 2 * BLOCK, state_format)
-            tiles.append(EncodedTile(buffers, gradient, 0.7, None, None))
+            tiles.append(StoredTile(buffers, gradient, 0.7, None, None))
         step(tiles[0], numbers)
         step_in_torch(tiles[1], numbers)
         for one, other in zip(_in_order(tiles[0]), _in_order(tiles[1]), strict=True):

@@ -15,6 +15,7 @@ from onefold.plan import Plan
 from onefold.recovery.loss_guard import LossGuard
 from onefold.recovery.refused_step import NonFiniteError, SuspiciousStep
 from onefold.recovery.replica_check import ReplicaCheck
+from onefold.recovery.spike_guard import Refusal, SpikeGuard
 from onefold.runtime import FlatParam, Schedule
 
 # The number of units that a message lists by name.
@@ -45,6 +46,8 @@ class StepDecision:
         self._copies: list[HostCopy] = []
         reads, is_first = plan.guards.reads_losses, schedule.in_flight.collective.group.rank == 0
         self.loss_guard = LossGuard(plan.guards, logs=is_first) if reads else None
+        spike = plan.guards.grad_norm_spike
+        self.norm_guard = SpikeGuard(spike, logs=is_first) if spike.factor is not None else None
         # The comparison of replicas, if the config requests it.
         self.replica_check: ReplicaCheck | None = None
         # Whether the engine re-executes suspicious steps, and whether it wants to re-execute the next one anyway.
@@ -56,6 +59,15 @@ class StepDecision:
         self._scalars: StepScalars | None = None
         self._unscaled = 1.0
         self._schedule = schedule
+
+    @property
+    def spike_guards(self) -> dict[str, SpikeGuard]:
+        """The guards with values of the last steps, by their names in a checkpoint."""
+        found = {
+            "losses": self.loss_guard.spikes if self.loss_guard is not None else None,
+            "grad_norms": self.norm_guard,
+        }
+        return {name: spikes for name, spikes in found.items() if spikes is not None}
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Record the loss of a backward. Its copy to the host does not wait for the backward."""
@@ -85,21 +97,20 @@ class StepDecision:
         """
         self._schedule.check_in_place()
         groups = step.groups_to_compare() if not self._schedule.alone else None
-        waits = self.suspects or not step.can_be_decided_later(optimizer)
+        waits = self.suspects or self.norm_guard is not None or not step.can_be_decided_later(optimizer)
         scalars = self._exchange(groups, alarm=alarm, waits=waits, stop_signal=stop_signal)
         if scalars.alarm:
             return False
         if scalars.late:
             self._schedule.reduce_late()
             scalars = self._exchange(groups, waits=waits, stop_signal=scalars.stop_signal)
+        self._scalars, self._unscaled = scalars, self.unscale(divisor)
         if self.suspects and not examined and ((problem := self._suspicion(scalars)) or self.examines):
             raise SuspiciousStep(problem)
-        self._scalars, self._unscaled = scalars, self.unscale(divisor)
         self.stop_signal = scalars.stop_signal
         if self.replica_check is not None:
             self.replica_check.run()
-        refusal = self.loss_guard.check(scalars.losses) if self.loss_guard is not None else None
-        if refusal is not None:
+        if (refusal := self._refusal(scalars)) is not None:
             step.give_up_early("a skipped step")
             step.overflow = self.applied = False
             self.problem = refusal.problem
@@ -137,10 +148,21 @@ class StepDecision:
                 )
         return True
 
+    def _refusal(self, scalars: StepScalars) -> Refusal | None:
+        """Check loss and gradient norm, and record both. Gradients that are not finite are checked later."""
+        loss = self.loss_guard.check(scalars.losses) if self.loss_guard is not None else None
+        spikes = self.norm_guard if self.norm_guard is not None and not scalars.overflow else None
+        norm = spikes.check(scalars.norm * self._unscaled) if spikes is not None else None
+        return loss or norm
+
     def _suspicion(self, scalars: StepScalars) -> str:
         """Return why a step is suspicious, on all ranks, or an empty string. Overflows of fp16 are not."""
         if self.loss_guard is not None and (problem := self.loss_guard.describe_spike(scalars.losses)):
             return problem
+        if self.norm_guard is not None and not scalars.overflow:
+            problem = self.norm_guard.describe(scalars.norm * self._unscaled)
+            if problem:
+                return problem
         not_finite = self._nonfinite != "ignore" and not self.scales_loss and scalars.overflow
         return "a gradient is not finite" if not_finite else ""
 

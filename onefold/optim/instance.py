@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from onefold.optim.rules import EncodedTile, Hyper, Tile
+from onefold.optim.rules import Hyper, StoredTile, Tile
 
 # Methods that change parameters and states outside a step, in classes that have them (ScheduleFree).
 METHODS = ("train", "eval")
@@ -254,7 +254,7 @@ class InstanceRule:
                 call, torch.zeros(64), torch.zeros(64), {}, 0, groups
             )
 
-    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+    def apply_stored(self, tile: StoredTile, hyper: Hyper, step: int) -> bool:
         return False
 
     def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:

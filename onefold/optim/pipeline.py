@@ -36,7 +36,7 @@ from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither, host_tile
 from onefold.offload.write_check import WriteCheck
 from onefold.optim.matrix_rules import AnyRule, MatrixRule
-from onefold.optim.rules import MASTER, EncodedTile, Hyper, Tile
+from onefold.optim.rules import MASTER, Hyper, StoredTile, Tile
 from onefold.plan import StateSpec
 from onefold.plan.layout import Segment, round_up
 from onefold.runtime import Unit
@@ -176,10 +176,10 @@ class ElementwiseUpdate:
                     held[MASTER] = window.master[inside]
                     at = dither.after(low - first) if dither is not None else None
                     weights = out[low - start : high - start] if out is not None else None
-                    encoded = EncodedTile(
+                    stored = StoredTile(
                         held, gradient[low:high], step.coefficient, step.skip, at, weights, used is not None
                     )
-                    if rule.apply_encoded(encoded, hyper, step.number):
+                    if rule.apply_stored(stored, hyper, step.number):
                         continue
                     with self.opened(held, at) as states:
                         master = states.pop(MASTER)

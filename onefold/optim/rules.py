@@ -34,13 +34,13 @@ class Tile:
     """Whether this step creates the late states of the group."""
 
 
-# The name of the master among the buffers of an encoded tile.
+# The name of the master among the buffers of a stored tile.
 MASTER = "master"
 
 
 @dataclass(frozen=True)
-class EncodedTile:
-    """A range of one optimizer group as it is stored: states and master are encoded, and the gradient is unscaled."""
+class StoredTile:
+    """A range of one optimizer group as it is stored: its buffers may be encoded, and the gradient is unscaled."""
 
     held: Mapping[str, Buffer]
     gradient: torch.Tensor
@@ -76,13 +76,13 @@ class Rule(Protocol):
         """Update several tiles of one group in place, with the bits of `apply`."""
         ...
 
-    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
-        """Update an encoded tile in one kernel. Return False, without effect, if there is no such kernel."""
+    def apply_stored(self, tile: StoredTile, hyper: Hyper, step: int) -> bool:
+        """Update a stored tile in one kernel. Return False, without effect, if there is no such kernel."""
         ...
 
 
 class PlainRule:
-    """A rule without kernels for encoded tiles, which are decoded for it."""
+    """A rule without kernels for stored tiles, which are decoded for it."""
 
     late_states: tuple[str, ...] = ()
 
@@ -93,7 +93,7 @@ class PlainRule:
         for tile in tiles:
             self.apply(tile, hyper, step)
 
-    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
+    def apply_stored(self, tile: StoredTile, hyper: Hyper, step: int) -> bool:
         return False
 
 
@@ -112,6 +112,7 @@ def _step_tensor(step: int, device: torch.device) -> torch.Tensor:
 
 
 _kernels = kernels_of("onefold.optim.adam_kernels", "AdamW with quantized states")
+_fused_kernels = kernels_of("onefold.optim.fused_adam_kernels", "AdamW in one pass")
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,20 @@ class AdamRule:
             found_inf=tiles[0].skip,
         )
 
-    def apply_encoded(self, tile: EncodedTile, hyper: Hyper, step: int) -> bool:
-        moments = tile.held["exp_avg"], tile.held["exp_avg_sq"]
+    def apply_stored(self, tile: StoredTile, hyper: Hyper, step: int) -> bool:
+        if hyper.get("amsgrad"):
+            return False
+        held = [tile.held[name] for name in (MASTER, "exp_avg", "exp_avg_sq")]
+        if all(buffer.is_plain_tensor and buffer.dtype == torch.float32 for buffer in held):
+            # torch's kernel needs as many passes for fp32 gradients of parameters without masters.
+            needs_casts = tile.weights is not None or tile.gradient.dtype != torch.float32
+            decays_alike = hyper["decoupled_weight_decay"] or not hyper["weight_decay"]
+            fused = _fused_kernels(tile.gradient) if needs_casts and decays_alike else None
+            if fused is not None:
+                fused.step(tile, hyper, step)
+            return fused is not None
         encoded_twice = tile.weights is not None and tile.held[MASTER].is_encoded
-        if hyper.get("amsgrad") or encoded_twice or not all(moment.is_encoded for moment in moments):
+        if encoded_twice or not all(buffer.is_encoded for buffer in held[1:]):
             return False
         kernels = _kernels(tile.gradient)
         if kernels is not None:

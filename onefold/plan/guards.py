@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onefold.config import Config, ConfigError
-from onefold.config.onefold_section import LossSpikeSection
+from onefold.config.onefold_section import GradNormSpikeSection, LossSpikeSection
 
 NonFinite = Literal["raise", "skip", "ignore", "rollback"]
 
@@ -21,11 +21,13 @@ class Guards:
     replica_check_every: int | None = None
     reexecutes: bool = False
     """Suspicious steps are re-executed."""
+    grad_norm_spike: GradNormSpikeSection = field(default_factory=GradNormSpikeSection)
 
     @property
     def may_refuse(self) -> bool:
         """Whether a step may be refused after its last gradient."""
-        refuses_spikes = self.loss_spike.factor is not None and self.loss_spike.action != "warn"
+        spikes = (self.loss_spike, self.grad_norm_spike)
+        refuses_spikes = any(spike.factor is not None and spike.action != "warn" for spike in spikes)
         return self.nonfinite != "ignore" or refuses_spikes or self.replica_check_every is not None
 
     @property
@@ -42,7 +44,10 @@ def make_guards(config: Config) -> Guards:
             "onefold.reexecute_steps is not possible with onefold.step_in_backward, which steps before the last "
             "gradient is known. Change one of the two"
         )
-    return Guards(_nonfinite(config), own.loss_spike, own.max_rollbacks, own.replica_check_every, own.reexecute_steps)
+    return Guards(
+        _nonfinite(config), own.loss_spike, own.max_rollbacks, own.replica_check_every, own.reexecute_steps,
+        own.grad_norm_spike,
+    )  # fmt: skip
 
 
 def _nonfinite(config: Config) -> NonFinite:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from onefold.config.monitoring import Comet, FileMonitor, Wandb
-from onefold.config.onefold_section import StallSection, StopSection, TraceSection
+from onefold.config.onefold_section import PeerCopiesSection, StallSection, StopSection, TraceSection
 from onefold.config.schema import CheckpointSection
+from onefold.storage.place import place
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,17 @@ class Loop:
     trace: TraceSection = field(default_factory=TraceSection)
     stop: StopSection = field(default_factory=StopSection)
     stall: StallSection = field(default_factory=StallSection)
+    peer_copies: PeerCopiesSection = field(default_factory=PeerCopiesSection)
     record_folder: str | None = None
-    """The folder that the record of the run is written to."""
+    """The folder or the URL that the record of the run is written to."""
     monitoring: Monitoring = field(default_factory=Monitoring)
 
     @property
     def stall_folder(self) -> str:
-        """The folder of the files of the stall watch."""
-        return self.stall.folder or self.record_folder or "stall"
+        """The folder of the files of the stall watch. They are replaced once a second, so it is never a URL."""
+        if self.stall.folder is None and self.record_folder is not None and isinstance(place(self.record_folder), Path):
+            return self.record_folder
+        return self.stall.folder or "stall"
 
     @property
     def reports_steps(self) -> bool:

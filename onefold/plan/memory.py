@@ -74,7 +74,11 @@ class BufferBytes:
 
 
 def count_unit_in_use(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> int:
-    """Compute the bytes of the largest unit while it is in use."""
+    """Compute the bytes of the largest unit while it is in use.
+
+    If the model is captured in one CUDA graph, all units are in use: their gradients stay in the memory of the graph.
+    """
+    units = list(units)
 
     def in_use(spec: FlatParamSpec) -> int:
         unsharded = 0 if stays_unsharded(plan, spec) else gathered_bytes(plan, spec)
@@ -82,7 +86,17 @@ def count_unit_in_use(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> i
             unsharded += max(member.stop - member.start for member in spec.layout.members)
         return unsharded + spec.unsharded_bytes * int(spec.trainable)
 
-    return max((sum(map(in_use, specs)) for specs in units), default=0)
+    of_units = [sum(map(in_use, specs)) for specs in units]
+    return sum(of_units) if _captures_model(units, plan) else max(of_units, default=0)
+
+
+def _captures_model(units: Iterable[Sequence[FlatParamSpec]], plan: Plan) -> bool:
+    """Return whether the model is captured as a whole, if it can be."""
+    scope, specs = plan.activations.cuda_graphs, [spec for some in units for spec in some]
+    if scope == "on":
+        alone = plan.num_shards == plan.num_replicas == 1
+        return alone and all(stays_unsharded(plan, spec) and not spec.residency.offloads_states for spec in specs)
+    return scope == "model"
 
 
 def count_buffers(reductions: Batches, refreshes: Batches, plan: Plan) -> int:

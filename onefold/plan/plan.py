@@ -307,6 +307,7 @@ def make_plan(config: Config, world_size: int) -> Plan:
             trace=own.trace,
             stop=own.stop,
             stall=own.stall,
+            peer_copies=own.peer_copies,
             record_folder=own.report,
             monitoring=Monitoring(
                 config.tensorboard, config.csv_monitor, config.wandb, config.comet, own.metrics_address

@@ -30,5 +30,9 @@ class LossSpikeError(RefusedStepError):
     """A loss far above the losses of the last steps."""
 
 
+class GradNormSpikeError(RefusedStepError):
+    """A gradient norm far above those of the last steps."""
+
+
 class ReplicaError(RefusedStepError):
     """Values that differ between ranks although all ranks must have the same."""

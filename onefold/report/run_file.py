@@ -8,6 +8,7 @@ Each line is one JSON object with a `kind`:
 * `step`: one optimizer step (`StepRow`);
 * `end`: the reason why the engine was closed, and the comparison of plan and measurements.
 Numbers that are not finite are strings: "nan", "inf", "-inf". The last line is incomplete if the process was killed.
+In an object store the lines are divided into segments (`record_segments.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 from onefold.report.plan_report import KINDS, TIERS, HeldBytes, PlanReport, TrafficRow
-from onefold.storage.place import local_path
+from onefold.report.record_segments import read_segments
+from onefold.storage.object_path import ObjectPath
+from onefold.storage.place import Place, PlaceLike, place
 
 FILE_NAME = "run.jsonl"
 _LONGEST_LINE = 1 << 26
@@ -153,23 +158,23 @@ def line_of(row: StepRow) -> str:
 class RunFile:
     """A reader of a record, which may still be written. `update` reads appended lines."""
 
-    def __init__(self, place: str | os.PathLike[str]) -> None:
-        """Create a reader. `place` is the file or its folder."""
-        path = local_path(place, "the folder of a run")
-        self.path = path if path.suffix == ".jsonl" else path / FILE_NAME
+    def __init__(self, folder: PlaceLike) -> None:
+        """Create a reader of the record in a folder or below a URL. `folder` may also be the record itself."""
+        path = place(folder)
+        self.path: Place = path if path.name.endswith(".jsonl") else path / FILE_NAME
         self._start_over()
 
     def _start_over(self) -> None:
         self.facts: dict[str, Any] = {}
         self.steps: list[StepRow] = []
         self.end: dict[str, Any] | None = None
-        self._offset = self._line_number = 0
+        self._segment = self._offset = self._line_number = 0
         self._bad = ""
 
     @staticmethod
-    def read(place: str | os.PathLike[str]) -> RunFile:
+    def read(folder: PlaceLike) -> RunFile:
         """Read an existing record."""
-        file = RunFile(place)
+        file = RunFile(folder)
         try:
             file.update()
         except (FileNotFoundError, NotADirectoryError):
@@ -182,23 +187,45 @@ class RunFile:
         return file
 
     def update(self) -> bool:
-        """Read the appended lines. Return whether there were any. Raise FileNotFoundError if there is no file."""
+        """Read the appended lines. Return whether there were any. Raise FileNotFoundError if there is no record."""
+        before = self._line_number
+        is_new = self._read_segments(self.path) if isinstance(self.path, ObjectPath) else self._read_file(self.path)
+        return is_new or self._line_number > before
+
+    def _read_file(self, path: Path) -> bool:
+        """Read the rest of the file. Return whether it was replaced by the record of another run."""
         # Opening a pipe would wait for a writer, and reading a device might never end.
-        if not stat.S_ISREG(self.path.stat().st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise self._error("not a regular file")
-        read_any = False
-        with self.path.open("rb") as opened:
-            if os.fstat(opened.fileno()).st_size < self._offset:  # it was replaced by the record of another run
+        with path.open("rb") as opened:
+            is_new = os.fstat(opened.fileno()).st_size < self._offset
+            if is_new:
                 self._start_over()
             opened.seek(self._offset)
-            while (line := opened.readline(_LONGEST_LINE)).endswith(b"\n"):
-                self._offset += len(line)
-                self._line_number += 1
-                self._take(line)
-                read_any = True
+            self._read_lines(opened)
+        return is_new
+
+    def _read_segments(self, path: ObjectPath) -> bool:
+        """Read new bytes of the last segment, and later segments. Return whether they are those of another run."""
+        try:
+            for number, offset, content in read_segments(path, self._segment, self._offset):
+                self._segment, self._offset = number, offset
+                self._read_lines(BytesIO(content))
+        except FileNotFoundError:
+            if not self._segment and not self._offset:
+                raise
+            self._start_over()
+            self._read_segments(path)
+            return True
+        return False
+
+    def _read_lines(self, opened: BinaryIO) -> None:
+        while (line := opened.readline(_LONGEST_LINE)).endswith(b"\n"):
+            self._offset += len(line)
+            self._line_number += 1
+            self._take(line)
         if len(line) == _LONGEST_LINE:  # a shorter line without an end is incomplete
             raise self._error(f"line {self._line_number + 1} is longer than {_LONGEST_LINE} bytes: not a run record")
-        return read_any
 
     @property
     def report(self) -> PlanReport:

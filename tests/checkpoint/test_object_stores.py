@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import xxhash
 from models import config, more, rank, start
-from object_store import BUCKET, ENVIRONMENT, MISSING, SKIP, ObjectStore
+from object_store import BUCKET, ENVIRONMENT, MISSING, NEW_CONNECTIONS, SKIP, ObjectStore
 from torch import nn
 
 import onefold
@@ -26,7 +26,6 @@ from onefold.checkpoint.format.folder import list_tags, remove
 from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.saving.rank_shard_writer import SaveError
 from onefold.checkpoint.tools.export import export
-from onefold.config import ConfigError, load_config
 from onefold.storage.object_path import ObjectPath, StorageError
 from onefold.storage.place import local_path, open_file, place
 from onefold.tools.cli.main import main as command
@@ -36,18 +35,6 @@ from onefold.utils import safe_get_local_fp32_param, safe_get_local_optimizer_st
 OnRanks = Callable[..., list[Any]]
 needs_server = pytest.mark.skipif(bool(MISSING), reason=SKIP)
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("s3"))
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in store.environment.items():
-                patch.setenv(name, value)
-            yield store
-    finally:
-        store.stop()
 
 
 class Stack(nn.Module):
@@ -263,6 +250,40 @@ def test_reads_are_combined_within_a_bound() -> None:
         assert file.read_into(memoryview(buffer), len(content) - 10) == 10
 
 
+def requests_of_loads(folder: str) -> tuple[int, int]:
+    """Save a stack of layers, load it into a new and into a trained engine, and count the ranges that are requested."""
+
+    def deep() -> onefold.Engine:
+        return start(Stack(256, depth=24), config(2))
+
+    saver, new, trained = deep(), deep(), deep()
+    learn(saver, 0)
+    saver.save_checkpoint(folder)
+    learn(trained, 1)
+    counts, requests = [], []
+    read_ranges = ObjectPath.read_ranges
+
+    def counted(path: ObjectPath, ranges: list[tuple[int, int]]) -> list[bytes]:
+        requests.extend(ranges)
+        return read_ranges(path, ranges)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ObjectPath, "read_ranges", counted)
+        for engine in (new, trained):
+            requests.clear()
+            engine.load_checkpoint(folder)
+            assert digest(engine) == digest(saver)
+            counts.append(len(requests))
+    return counts[0], counts[1]
+
+
+def test_neighbouring_ranges_are_read_together(on_ranks: OnRanks) -> None:
+    """The file has 19 MB: masters and two states of 24 layers, weights and biases."""
+    [(new, trained)] = on_ranks(1, requests_of_loads, "memory://requests")
+    assert new <= 24
+    assert trained <= 2 * new  # all checksums are verified first
+
+
 # -- on a server -------------------------------------------------------------------------------------------------------
 
 
@@ -338,8 +359,7 @@ def test_commands_take_urls(
     capsys.readouterr()
     assert command(["plan", "--model", url, "--gpus", "1", "--gpu-memory", "80GB"]) == 0
     assert f"checkpoint {url}" in capsys.readouterr().out
-    outside = ["export", url, f"{url}/weights"], ["import-deepspeed", url, "out"], ["report", url], ["watch", url]
-    for arguments in outside:
+    for arguments in (["export", url, f"{url}/weights"], ["import-deepspeed", url, "out"]):
         assert command(arguments) != 0
         assert "must be a path of a file system, not a URL" in capsys.readouterr().err
     assert command(["ckpt", "ls", f"s3://{BUCKET}/nothing"]) == 2
@@ -463,6 +483,35 @@ def test_a_kill_before_the_manifest_leaves_the_previous_checkpoint(s3: ObjectSto
     assert command(["ckpt", "verify", url, "--all"]) == 0
 
 
+AT_THE_END = """
+import threading, time
+from onefold.storage.object_path import ObjectUpload
+finish, ended = ObjectUpload.finish, threading.Event()
+def wait_and_finish(self):
+    ended.wait()
+    time.sleep(1)  # thread pools would be closed
+    return finish(self)
+ObjectUpload.finish = wait_and_finish
+engine.backward(engine(torch.ones(1, 300)).sum())
+engine.step()
+engine.save_checkpoint(sys.argv[1], background=True)
+threading._register_atexit(ended.set)
+"""
+
+
+@needs_server
+@pytest.mark.slow
+@pytest.mark.program
+def test_a_background_save_goes_on_after_the_program_has_ended(s3: ObjectStore) -> None:
+    url = f"s3://{BUCKET}/ended"
+    environment = {**os.environ, **NEW_CONNECTIONS, "AWS_ENDPOINT_URL": f"http://localhost:{s3.port}"}
+    command = [sys.executable, "-c", SAVER + AT_THE_END, url, "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("not saved")) == (0, 0), done.stderr
+    with CheckpointReader.open(url) as checkpoint:
+        assert checkpoint.manifest.global_steps == 1
+
+
 @needs_server
 @pytest.mark.slow
 @pytest.mark.program
@@ -497,9 +546,7 @@ def test_weights_are_exported_from_a_url(on_ranks: OnRanks, s3: ObjectStore, tmp
         export(url, f"{url}/out")
 
 
-def test_records_and_exports_of_other_kinds_refuse_a_url() -> None:
-    with pytest.raises(ConfigError, match=r"onefold\.report = 's3://bucket/run': must be a path of a file system"):
-        load_config({"train_batch_size": 1, "onefold": {"report": "s3://bucket/run"}})
+def test_other_outputs_and_weights_refuse_a_url() -> None:
     with pytest.raises(StorageError, match="the weights s3://bucket/run: must be a path"):
         onefold.zero.load_safetensors(nn.Linear(1, 1), "s3://bucket/run")
     with pytest.raises(OptionError, match=r"--out s3://bucket/run: must be a path.*Give a URL as --checkpoints"):

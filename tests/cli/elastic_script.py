@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.checkpoint.format.peer_copy import FOLDER_VARIABLE
 
 torch.set_num_threads(1)
 BATCH = 12
@@ -38,8 +39,9 @@ def main(options: dict[str, Any]) -> None:
     }  # fmt: skip
     engine = onefold.initialize(model=model, config=config)[0]
     saved = folder / "saved"
-    if saved.exists():
+    if saved.exists() or "peer_copies" in options.get("onefold", {}):
         engine.load_checkpoint(str(saved))
+    (folder / f"rank.{start}.{engine.global_rank}").write_text(f"{os.getpid()} {os.environ.get(FOLDER_VARIABLE)}")
     last = options["steps"] or (engine.global_steps + 5 if start else 10_000)
     for step in range(engine.global_steps + 1, last + 1):
         time.sleep(options.get("seconds", 0.0))

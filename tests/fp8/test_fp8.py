@@ -18,6 +18,7 @@ import onefold
 from onefold.comm.nodes import Nodes
 from onefold.config import ConfigError, load_config
 from onefold.fp8 import Fp8Linear, convert_layers
+from onefold.fp8.linear import Fp8State
 from onefold.plan import Fp8Plan, make_plan
 from onefold.tools.cli.main import main
 from onefold.tools.estimate.dry_run import META, dry_run
@@ -487,6 +488,29 @@ def compiled_and_eager(stage: int) -> tuple[list[float], list[float], bool]:
         is_compiled = all(layer.fp8.is_compiled for layer in layers)
         engine.destroy()
     return losses[0], losses[1], is_compiled
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_compiled_block_is_one_graph_with_the_gradients_of_eager_mode(own_ranks, recipe):
+    own_ranks(1, compile_a_block, recipe)
+
+
+def compile_a_block(recipe: str, backend: str = "aot_eager", **kind: Any) -> None:
+    torch.manual_seed(0)
+    layers = [nn.LayerNorm(32), nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32)]
+    block, x = nn.Sequential(*layers).to(**kind), torch.randn(2, 16, 32).to(**kind)
+    for layer in (block[1], block[3]):
+        layer.__class__ = Fp8Linear
+        layer.fp8 = Fp8State("", layer.weight, by_row=recipe == "rowwise", emulate=not kind)
+    found = []
+    for call in (block, torch.compile(block, backend=backend, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        found.append([leaf.grad, *(parameter.grad for parameter in block.parameters())])
+        block.zero_grad()
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.norm() > 0
+        assert (compiled - eager).norm() < (0.1 if kind else 1e-5) * eager.norm()
 
 
 # -- the planner ------------------------------------------------------------------------------------------------------

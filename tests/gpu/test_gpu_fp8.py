@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import config, first_difference, start, train
-from test_fp8 import Wide
+from test_fp8 import Wide, compile_a_block
 from torch import nn
 
 from onefold.fp8 import ScaledTensor, convert_layers, scaled_tensor
@@ -117,3 +117,12 @@ def compiled_losses(stage: int) -> list[list[float]]:
 def test_compiled_layers(on_nccl_ranks, world, stage):
     for eager, compiled in on_nccl_ranks(world, compiled_losses, stage):
         assert compiled == pytest.approx(eager, rel=2e-2)
+
+
+def compile_on_gpu(recipe: str) -> None:
+    compile_a_block(recipe, "inductor", device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_compiled_block_has_the_gradients_of_eager_mode(on_nccl_ranks, recipe):
+    on_nccl_ranks(1, compile_on_gpu, recipe)

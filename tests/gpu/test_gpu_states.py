@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from onefold.offload import state_codec
 from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
 from onefold.optim import gpu_stream, rules
-from onefold.optim.rules import MASTER, AdamNumbers, EncodedTile
+from onefold.optim.rules import MASTER, AdamNumbers, StoredTile
 from onefold.plan.state_formats import BF16_STOCHASTIC, BLOCK, INT8, INT8_SQUARES, SPLIT_8, SPLIT_16, StateFormat
 
 pytestmark = [
@@ -75,7 +76,7 @@ HELD = {
 }
 
 
-def tile_of(forms: tuple[StateFormat | None, ...], numel: int, **more: Any) -> EncodedTile:
+def tile_of(forms: tuple[StateFormat | None, ...], numel: int, **more: Any) -> StoredTile:
     held: dict[str, Buffer] = {}
     for name, form in zip((MASTER, "exp_avg", "exp_avg_sq"), forms, strict=True):
         values = values_of(INT8_SQUARES if name == "exp_avg_sq" else form, numel, len(held))
@@ -84,11 +85,42 @@ def tile_of(forms: tuple[StateFormat | None, ...], numel: int, **more: Any) -> E
             held[name].store(values)
         else:
             held[name] = Buffer.of(values)
-    return EncodedTile(held, **more)
+    return StoredTile(held, **more)
 
 
-def parts_of(tile: EncodedTile) -> dict[str, Any]:
+def parts_of(tile: StoredTile) -> dict[str, Any]:
     return {name: list(buffer.parts) for name, buffer in tile.held.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hyper", [{}, {"weight_decay": 0.0}, {"maximize": True, "eps": 1e-3, "betas": (0.8, 0.999)}])
+@pytest.mark.parametrize("factor", [1.0, 0.37, "on the device"])
+def test_adamw_in_one_pass_has_the_bits_of_torch(dtype, hyper, factor) -> None:
+    """Also with weights that the program has written to, and for a step that the device skips."""
+    numel, given = 5_000_001, {"lr": 1.7e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **hyper}
+    given |= {"decoupled_weight_decay": True}
+    generator = torch.Generator("cuda").manual_seed(1)
+    held = [torch.randn(numel, device="cuda", generator=generator), *torch.zeros(2, numel, device="cuda")]
+    weights = held[0].to(torch.bfloat16)
+    weights[::7] += 1
+    expected = [held[0].clone(), *torch.zeros(2, numel, device="cuda")]
+    expected[0][::7] = weights[::7].float()  # each of them changed
+    coefficient = torch.full((), 0.7, device="cuda") if factor == "on the device" else factor
+    buffers = dict(zip((MASTER, "exp_avg", "exp_avg_sq"), map(Buffer.of, held), strict=True))
+    skip = torch.ones((), device="cuda")
+    for number in (1, 2, 3):
+        gradient = torch.randn(numel, device="cuda", generator=generator).to(dtype)
+        tile = rules.StoredTile(buffers, gradient, coefficient, None, None, weights, takes_over=True)
+        assert rules.AdamRule().apply_stored(tile, given, number)
+        assert rules.AdamRule().apply_stored(replace(tile, skip=skip, takes_over=False), given, number)
+        scaled = gradient.float() if factor == 1.0 else gradient.float().mul_(coefficient)
+        torch._fused_adamw_(
+            [expected[0]], [scaled], [expected[1]], [expected[2]], [], [torch.full((), float(number), device="cuda")],
+            lr=given["lr"], beta1=given["betas"][0], beta2=given["betas"][1], weight_decay=given["weight_decay"],
+            eps=given["eps"], amsgrad=False, maximize=bool(given.get("maximize")),
+        )  # fmt: skip
+        assert all(map(torch.equal, held, expected))
+        assert torch.equal(weights, expected[0].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("forms", HELD)
@@ -106,11 +138,11 @@ def test_adam_equals_its_specification(forms: str, hyper: dict[str, Any], dtype:
         gradient = values_of(None, numel, 10 + step).to(dtype)
         dither = Dither(step, "weight", 99) if "bf16" in forms else None
         for tile, work in ((one, adam_kernels.step), (other, adam_kernels.step_in_torch)):
-            work(EncodedTile(tile.held, gradient, factor, None, dither), numbers)
+            work(StoredTile(tile.held, gradient, factor, None, dither), numbers)
         assert first_difference(parts_of(one), parts_of(other)) is None, f"step {step}"
     before = {name: [part.clone() for part in parts] for name, parts in parts_of(one).items()}
     for skip in (torch.ones((), device="cuda"), torch.zeros((), device="cuda")):
-        adam_kernels.step(EncodedTile(one.held, gradient, 1.0, skip, dither), numbers)
+        adam_kernels.step(StoredTile(one.held, gradient, 1.0, skip, dither), numbers)
         assert (first_difference(parts_of(one), before) is None) == bool(skip)
 
 
@@ -127,7 +159,7 @@ def test_adam_takes_over_what_was_written_and_leaves_the_weights(takes_over: boo
             tile.held[name].store(torch.zeros(numel, device="cuda"))
         weights = tile.held[MASTER].tensor.bfloat16()
         weights[::7] = 0.125
-        tiles.append(EncodedTile(tile.held, gradient, 1.0, weights=weights, takes_over=takes_over))
+        tiles.append(StoredTile(tile.held, gradient, 1.0, weights=weights, takes_over=takes_over))
         work(tiles[-1], numbers)
         assert torch.equal(weights, tile.held[MASTER].tensor.bfloat16())
         assert ((tile.held[MASTER].tensor[::7] - 0.125).abs() < 0.05).all() == takes_over

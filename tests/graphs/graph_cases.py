@@ -342,3 +342,12 @@ def other_outputs() -> tuple[list[list[float]], str]:
     except RuntimeError as error:
         return found, str(error)
     return found, "no error"
+
+
+def planned_gradients(scope: str, stage: int) -> tuple[int, int]:
+    """Return the planned bytes of the units in use, and the bytes of all gradients."""
+    engine = start(Decoder(), settings(stage, scope))
+    specs = [param.spec for unit in engine.state.schedule.units for param in unit.trained_params]
+    found = engine.model_memory.planned_buffers().unit_in_use, sum(spec.unsharded_bytes for spec in specs)
+    engine.destroy()
+    return found

@@ -16,6 +16,7 @@ from graph_cases import (
     kept_gradients,
     odd_programs,
     other_outputs,
+    planned_gradients,
     problems,
     reasons_of,
     remembered,
@@ -106,3 +107,12 @@ def test_blocks_that_shared_an_argument_may_get_different_ones(on_ranks):
 def test_backwards_in_another_order_are_refused(on_ranks):
     (error,) = on_ranks(1, recorded, in_another_order)
     assert "runs in another order than in the step in which it was captured" in error
+
+
+@pytest.mark.parametrize(
+    ("scope", "stage", "is_whole"), [("model", 2, True), ("on", 2, True), ("blocks", 2, False), ("on", 3, False)]
+)
+def test_the_plan_counts_the_gradients_of_a_captured_model(on_ranks, scope, stage, is_whole):
+    ((in_use, gradients),) = on_ranks(1, recorded, planned_gradients, scope, stage)
+    assert (in_use == gradients) == is_whole
+    assert in_use <= gradients

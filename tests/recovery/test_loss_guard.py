@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.config import ConfigError, load_config
-from onefold.config.onefold_section import LossSpikeSection
+from onefold.config.onefold_section import GradNormSpikeSection, LossSpikeSection
 from onefold.plan import Guards, make_plan
 from onefold.recovery.loss_guard import LossGuard
 from onefold.recovery.refused_step import LossSpikeError, NonFiniteError, RefusedStepError
@@ -102,14 +102,14 @@ def test_an_unknown_loss_is_not_compared():
     for loss in noise(8):
         found.check([loss])
     assert found.check([99.0, None]) is None
-    assert len(found.state_dict()) == 8
+    assert len(found.spikes.state_dict()) == 8
 
 
 def test_the_window_of_a_checkpoint_is_restored():
     one, other = guard(), guard()
     for loss in noise(8):
         one.check([loss])
-    other.load_state_dict(one.state_dict())
+    other.spikes.load_state_dict(one.spikes.state_dict())
     assert (one.check([40.0]) is None, other.check([40.0]) is None) == (False, False)
 
 
@@ -134,13 +134,16 @@ def test_the_keys_reach_the_plan():
     own = {"nonfinite_gradients": "rollback", "max_rollbacks": 5, "replica_check_every": 7}
     plan = make_plan(load_config({"onefold": {**own, "loss_spike": {"factor": 6, "window": 20, "action": "skip"}}}), 2)
     assert plan.guards == Guards("rollback", LossSpikeSection(6, 20, "skip"), 5, 7)
+    plan = make_plan(load_config({"onefold": {"grad_norm_spike": {"factor": 6, "action": "raise"}}}), 2)
+    assert plan.guards == Guards(grad_norm_spike=GradNormSpikeSection(6, 64, "raise"))
     assert make_plan(load_config({}), 2).guards == Guards()
 
 
 def test_keys_that_have_no_effect_or_are_wrong():
     notices = load_config({"onefold": {"max_rollbacks": 5}}).notices
     assert any(line.startswith("onefold.max_rollbacks: it has no effect unless") for line in notices)
-    for section in ({"nonfinite_gradients": "rollback"}, {"loss_spike": {"factor": 5, "action": "rollback"}}):
+    spike = {"factor": 5, "action": "rollback"}
+    for section in ({"nonfinite_gradients": "rollback"}, {"loss_spike": spike}, {"grad_norm_spike": spike}):
         assert load_config({"onefold": {"max_rollbacks": 5, **section}}).notices == ()
     with pytest.raises(ConfigError, match=r"loss_spike\.window = 1: expected at least 2"):
         load_config({"onefold": {"loss_spike": {"factor": 5, "window": 1}}})
@@ -155,6 +158,7 @@ def test_speculation_covers_steps_that_may_be_refused():
         ({}, False),
         ({"loss_spike": {"factor": 5}}, False),
         ({"loss_spike": {"factor": 5, "action": "skip"}}, True),
+        ({"grad_norm_spike": {"factor": 5, "action": "skip"}}, True),
         ({"replica_check_every": 5}, True),
     ):
         own = {"step_in_backward": True, "nonfinite_gradients": "ignore", **guard}

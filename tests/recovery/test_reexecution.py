@@ -284,8 +284,8 @@ def test_a_bug_is_told_from_a_bit_flip(on_ranks, stage):
     assert nothing == []
 
 
-def spikes() -> tuple[list[str], int]:
-    engine = engine_of(2, own={"loss_spike": {"factor": 5, "window": 2, "action": "skip"}})
+def spikes(key: str) -> tuple[list[str], int]:
+    engine = engine_of(2, own={key: {"factor": 20, "window": 2, "action": "skip"}})
     with messages() as said:
         for number, (x, y) in enumerate(batches(4)):
             engine.backward(engine(x, y) * (100.0 if number == 3 else 1.0))
@@ -293,11 +293,12 @@ def spikes() -> tuple[list[str], int]:
     return said, engine.skipped_steps
 
 
-def test_a_spike_of_the_loss_is_re_executed(on_ranks):
-    (said, skipped), (others, _) = on_ranks(2, spikes)
+@pytest.mark.parametrize(("key", "value"), [("loss_spike", "loss"), ("grad_norm_spike", "gradient norm")])
+def test_a_spike_is_re_executed(on_ranks, key, value):
+    (said, skipped), (others, _) = on_ranks(2, spikes, key)
     assert "is a spike" in said[0]
     assert "re-executed with the same bits" in said[0]
-    assert said[1].startswith("step skipped: the loss")
+    assert said[1].startswith(f"step skipped: the {value}")
     assert (others, skipped) == ([], 1)
 
 

@@ -1,4 +1,4 @@
-"""Steps that are refused: what a rollback restores, what it keeps, and when it raises; spikes of the loss."""
+"""Steps that are refused: what a rollback restores, what it keeps, and when it raises; spikes of loss and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covering import covering
 from models import VOCABULARY, batches, config, more, net, rank, start, weights_of
 
 import onefold
-from onefold.recovery.refused_step import LossSpikeError, NonFiniteError
+from onefold.recovery.refused_step import GradNormSpikeError, LossSpikeError, NonFiniteError
 
 TIERS: dict[str, dict[str, Any]] = {
     "": {},
@@ -228,13 +228,16 @@ def test_the_data_continues_with_the_next_batch(on_ranks, tmp_path):
 WINDOW = 6
 
 
-def spike(action: str, **more: Any) -> dict[str, Any]:
-    return {"loss_spike": {"factor": 8, "window": WINDOW, "action": action}, **more}
+SPIKES = {"loss_spike": LossSpikeError, "grad_norm_spike": GradNormSpikeError}
 
 
-def spiked(action: str, stage: int, folder: str) -> tuple[str, int, int, bool, list[str]]:
+def spike(action: str, key: str = "loss_spike", **more: Any) -> dict[str, Any]:
+    return {key: {"factor": 8, "window": WINDOW, "action": action}, **more}
+
+
+def spiked(action: str, key: str, stage: int, folder: str) -> tuple[str, int, int, bool, list[str]]:
     """Multiply the loss of one rank by 50, at the step after the window is full."""
-    engine = engine_of(stage, own=spike(action))
+    engine = engine_of(stage, own=spike(action, key))
     *before, bad, after = windows(WINDOW + 2)
     for number, window in enumerate(before):
         one_step(engine, window)
@@ -244,7 +247,7 @@ def spiked(action: str, stage: int, folder: str) -> tuple[str, int, int, bool, l
     with messages() as found:
         try:
             one_step(engine, bad, 50.0 if rank() == engine.world_size - 1 else 1.0)
-        except LossSpikeError as caught:
+        except SPIKES[key] as caught:
             error = str(caught)
     unchanged = same(weights_of(engine.module), weights)
     steps, skipped = engine.global_steps, engine.skipped_steps
@@ -253,9 +256,9 @@ def spiked(action: str, stage: int, folder: str) -> tuple[str, int, int, bool, l
     return error, steps, skipped, unchanged, found
 
 
-@covering(action=("warn", "raise", "skip", "rollback"), stage=(0, 2, 3), world=(1, 2), strength=1)
-def test_a_spike_is_found_on_all_ranks(on_ranks, tmp_path, action, stage, world):
-    results = on_ranks(world, spiked, action, stage, str(tmp_path))
+@covering(action=("warn", "raise", "skip", "rollback"), key=SPIKES, stage=(0, 2, 3), world=(1, 2), strength=1)
+def test_a_spike_is_found_on_all_ranks(on_ranks, tmp_path, action, key, stage, world):
+    results = on_ranks(world, spiked, action, key, stage, str(tmp_path))
     assert len({found[:4] for found in results}) == 1
     error, steps, skipped, unchanged, said = results[0]
     assert steps == {"warn": WINDOW + 1, "raise": WINDOW, "skip": WINDOW + 1, "rollback": 4}[action]
@@ -266,9 +269,9 @@ def test_a_spike_is_found_on_all_ranks(on_ranks, tmp_path, action, stage, world)
         assert any("is a spike: it is above" in text for text in said)
 
 
-def resumed(folder: str) -> list[int]:
+def resumed(folder: str, key: str) -> list[int]:
     """Return the skipped steps of a run, and of one that is resumed from its checkpoint before the spike."""
-    settings = spike("skip")
+    settings = spike("skip", key)
     *before, bad = windows(WINDOW + 1)
     engine = engine_of(1, own=settings)
     for window in before:
@@ -282,8 +285,27 @@ def resumed(folder: str) -> list[int]:
     return [engine.skipped_steps, other.skipped_steps]
 
 
-def test_a_resumed_run_compares_with_the_losses_of_the_checkpoint(on_ranks, tmp_path):
-    assert on_ranks(2, resumed, str(tmp_path)) == [[1, 1], [1, 1]]
+@pytest.mark.parametrize("key", SPIKES)
+def test_a_resumed_run_compares_with_the_values_of_the_checkpoint(on_ranks, tmp_path, key):
+    assert on_ranks(2, resumed, str(tmp_path), key) == [[1, 1], [1, 1]]
+
+
+def spread() -> tuple[list[float], list[float], int]:
+    """Return the norms of the window and those of the steps. One step has a gradient that is not finite."""
+    own = spike("skip", "grad_norm_spike", nonfinite_gradients="skip")
+    engine, norms = engine_of(2, own=own, gradient_clipping=0.01), []
+    for number, window in enumerate(windows(5)):
+        one_step(engine, window, math.inf if number == 2 else 1.0)
+        if number != 2:
+            norms.append(engine.get_global_grad_norm())
+    return engine.state.decision.norm_guard.state_dict(), norms, engine.skipped_steps
+
+
+def test_the_window_has_the_finite_norms_before_clipping(on_ranks):
+    for window, norms, skipped in on_ranks(2, spread):
+        assert window == norms
+        assert min(window) > 0.1
+        assert skipped == 1
 
 
 def sent(own: dict[str, Any]) -> list[int]:
@@ -296,6 +318,7 @@ def sent(own: dict[str, Any]) -> list[int]:
 def test_losses_are_exchanged_without_another_collective(on_ranks):
     without = on_ranks(2, sent, {})
     assert on_ranks(2, sent, spike("warn")) == without
+    assert on_ranks(2, sent, spike("warn", "grad_norm_spike")) == without
     assert on_ranks(2, sent, {"nonfinite_gradients": "rollback"}) == without
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import config, net, rank, start, train
 
 from onefold.offload.swap_folder import SwapFolder
-from onefold.tools.cli.ranks import _launch_folder
+from onefold.tools.cli.ranks import _locked_folder
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -112,7 +112,7 @@ def test_the_folder_of_the_launcher_is_private(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = os.umask(0)
     try:
-        with _launch_folder() as folder:
+        with _locked_folder("onefold_launch_") as folder:
             assert modes(Path(folder))["."] == 0o700
     finally:
         os.umask(before)

@@ -334,8 +334,9 @@ def check_decoded_state(state: Any, where: str) -> None:
         for number, group in enumerate(state["optimizer"]["groups"]):
             check_object(group, where)
             _check_ranges(group, f"optimizer.groups[{number}]")
-    for number, loss in enumerate(check_list(state.get("losses", []), "losses")):
-        check_finite(loss, f"losses[{number}]")
+    for key in ("losses", "grad_norms"):
+        for number, value in enumerate(check_list(state.get(key, []), key)):
+            check_finite(value, f"{key}[{number}]")
     scale = state["loss_scale"]
     if scale is None:
         return

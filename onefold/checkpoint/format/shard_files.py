@@ -263,6 +263,16 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
             if not fits:
                 target.copy_(data[low - first : high - first])
 
+    def read_order(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Return the slots in the order of their bytes in the files, so that reads follow each other."""
+
+        def first_byte(slot: Slot) -> tuple[int, int]:
+            for part, number, _, _ in _ranges(self.stored(slot.name), slot.start, slot.stop):
+                return part.file, part.offset + number * RANGE_BYTES
+            return 0, 0
+
+        return sorted(slots, key=first_byte)
+
     def verify(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """Read elements [start, stop), one range at a time, and verify their checksums."""
         stored = self.stored(name)

@@ -160,7 +160,7 @@ def state_reads(
 
 def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
     """Verify the checksums of all bytes that the slots require, without writing to the slots."""
-    for read in reads:
+    for read in checkpoint.read_order(reads):
         checkpoint.verify(read.name, read.start, read.stop)
 
 
@@ -168,7 +168,7 @@ def verify(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> None:
 def fill(checkpoint: CheckpointReader, reads: Sequence[Slot]) -> set[str]:
     """Read the values into their buffers. Return the names of the tensors that a state format has rounded."""
     rounded = set()
-    for read in reads:
+    for read in checkpoint.read_order(reads):
         if not read.buffer.is_plain_tensor:
             first = read.start
             for part in read.buffer.split(RANGE_BYTES // read.dtype.itemsize):

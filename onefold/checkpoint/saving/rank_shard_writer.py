@@ -31,19 +31,21 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.folder import LOCK
+from onefold.checkpoint.format.peer_copy import make_room, node_folder
 from onefold.checkpoint.format.shard_files import Slot, write_shard
-from onefold.comm import Board
+from onefold.comm import Board, local_rank
 from onefold.offload.buffer import Buffer
 from onefold.plan.layout import round_up
-from onefold.storage.place import Place, place, replace_file
+from onefold.storage.place import Place, make_private_folder, place, replace_file
 
 # A shared file system may show a new folder of another node with a delay.
 _VISIBLE_SECONDS = 10.0
@@ -80,6 +82,13 @@ class SaveOptions:
     background: bool
     private: bool
     """Whether only this user can read the files."""
+    kept_copies: list[str] | None = field(default=None, kw_only=True)
+    """For a peer copy, the copies that are not removed before it is written. None for a checkpoint."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a peer copy is written ([Note: peer copies]), to the folder of each node."""
+        return self.kept_copies is not None
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class SaveRequest(SaveOptions):
 
     @property
     def folder(self) -> Place:
-        return place(self.save_dir) / self.tag / self.data
+        return (node_folder() if self.is_copy else place(self.save_dir)) / self.tag / self.data
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,12 @@ class RankShardWriter:
         if not any(slot.is_on_disk for slot in self._slots):
             self._let_states_change()
         folder = self.request.folder
-        _await_folder(folder)
+        if isinstance(folder, Path) and self.request.kept_copies is not None:
+            kept = {*self.request.kept_copies, self.request.tag}
+            make_room(node_folder(), kept, self._rank, is_first_of_node=local_rank() == 0)
+            make_private_folder(folder)
+        else:
+            _await_folder(folder)
         path = folder / f"rank-{self._rank:05}.safetensors"
         record = write_shard(path, self._slots, self._own, self._let_states_change)
         replace_file(folder / record_name(self._rank), json.dumps(record.as_json()).encode())

@@ -10,16 +10,17 @@ import json
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.format import folder, plain_data
 from onefold.checkpoint.format.manifest import MAX_BYTES, Manifest, join_parts
+from onefold.checkpoint.format.peer_copy import write_header
 from onefold.checkpoint.format.shard_files import ShardRecord, Slot
 from onefold.checkpoint.saving.rank_shard_writer import (
     Phase,
@@ -32,8 +33,10 @@ from onefold.checkpoint.saving.rank_shard_writer import (
     Staging,
     record_name,
 )
-from onefold.comm import Board, Disagreement, Guard, RankTimeout
+from onefold.checkpoint.saving.save_participant import BUSY, REMEMBERED, CopyDeclined, SaveParticipant
+from onefold.comm import Board, Guard, RankTimeout
 from onefold.log import logger
+from onefold.storage.before_exit import join_before_exit
 from onefold.storage.place import Place, absolute, file_size, place, read_small, remove_tree
 
 PERIOD = 0.25
@@ -41,8 +44,6 @@ PERIOD = 0.25
 COURTESY = 0.5
 # A rank that closes its engine waits this many seconds for a last request, unless rank 0 has closed its engine too.
 LINGER = 3.0
-# Number of requests that are kept on the board and in memory for slow ranks.
-_REMEMBERED = 64
 AfterPublish = Callable[[Place], object]
 """A function that is called with the folder of each published tag, for example to remove old checkpoints."""
 
@@ -97,6 +98,37 @@ class SaveCoordinator:
             if not options.background:
                 self.finish()
 
+    def copy(self, options: SaveOptions, make_header: Callable[[], SaveHeader], *, may_begin: bool) -> bool:
+        """Write a peer copy in the background, unless rank 0 may not begin one or a save is in progress.
+
+        All ranks call this after the same step, and return whether rank 0 has begun it. Errors of the copy are logged:
+        training goes on without it.
+        """
+        owner = self._owner()
+        assert owner is not None
+        with self._mutex:
+            is_busy = self._thread is not None and self._thread.is_alive()
+            if self._rank == 0 and (is_busy or self._error is not None or not may_begin):
+                self._publisher.decline(owner, options.tag)
+                return False
+            try:
+                if self._rank == 0:
+                    save = self._publisher.start(owner, options, make_header)
+                    request, slots = save.request, save.slots
+                    conclude = partial(self._publisher.conclude, save)
+                else:
+                    request, is_served = self._participant.find_request(owner.steps_done(), options.tag)
+                    if is_served:  # by the listener
+                        return True
+                    slots, conclude = [], partial(self._participant.await_verdict, request)
+            except CopyDeclined:
+                return False
+            if self._thread is not None:  # rank 0 has concluded the save before
+                self._thread.join()
+                self._thread = None
+            self._keep_error(lambda: self._participate(owner, request, conclude, lambda tag: None, slots), request)
+            return True
+
     def _participate(
         self,
         owner: Savable,
@@ -122,7 +154,7 @@ class SaveCoordinator:
                 self._copying = writer
             writer.prepare(owner, extra, joined=False)
             if request.background:
-                self._start_thread(partial(self._keep_error, complete))
+                self._start_thread(partial(self._keep_error, complete, request))
         if not request.background:
             self._keep_error(complete)
         elif self._rank == 0:
@@ -130,20 +162,28 @@ class SaveCoordinator:
             try:
                 self._publisher.await_phase(request, Phase.WEIGHTS_COPIED)
             except (SaveError, RankTimeout):
-                self.finish()
+                if not request.is_copy:
+                    self.finish()
                 raise
 
     def _start_thread(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="onefold-save")
         thread.start()
+        join_before_exit(thread)
         self._thread = thread
 
-    def _keep_error(self, work: Callable[[], None]) -> None:
-        """Run work and keep its error for `finish`, or for the next step, which reports it to all ranks."""
+    def _keep_error(self, work: Callable[[], None], request: SaveRequest | None = None) -> None:
+        """Run work and keep its error for `finish`, or for the next step, which reports it to all ranks.
+
+        The error of a peer copy is logged instead.
+        """
         try:
             work()
         except Exception as error:
-            self._error = error
+            if request is None or not request.is_copy:
+                self._error = error
+            elif self._rank == 0:
+                logger.warning("onefold.peer_copies: %s. The last complete copy is kept", error)
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and raise its error."""
@@ -328,12 +368,17 @@ class SavePublisher:
         slots = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
         return StartedSave(request, replace(header, state=tree), slots, lock)
 
+    def decline(self, owner: Savable, tag: str) -> None:
+        """Tell the other ranks that no peer copy begins now."""
+        self._number += 1
+        self._post({"number": self._number, "steps": owner.steps_done(), "tag": tag, "refused": BUSY})
+
     def _post(self, note: dict[str, Any]) -> None:
         """Post a note under its own number, so that slow ranks miss none, and the number of the newest note."""
         self._board.post(f"request/{note['number']}", note)
         self._board.post("requests", {"number": note["number"]})
-        if note["number"] > _REMEMBERED:
-            self._board.forget(f"request/{note['number'] - _REMEMBERED}")
+        if note["number"] > REMEMBERED:
+            self._board.forget(f"request/{note['number'] - REMEMBERED}")
 
     def await_phase(self, request: SaveRequest, phase: Phase) -> None:
         """Wait until every rank has reached a phase. Raise a SaveError with the reasons of ranks that failed before."""
@@ -373,9 +418,21 @@ class SavePublisher:
                     raise SaveError(message) from error
                 raise
             self._board.post("verdict", {"number": request.number})
-            self._clean(request)
+            if not request.is_copy:
+                self._clean(request)
 
     def _publish(self, request: SaveRequest, header: SaveHeader) -> None:
+        if isinstance(copy := request.folder.parent, Path) and request.is_copy:
+            write_header(
+                copy,
+                global_steps=request.steps,
+                parameters=header.parameters,
+                state=header.state,
+                aliases=header.aliases,
+                left_out=header.left_out,
+                writer=self._written_by,
+            )
+            return
         records = [_read_record(request.folder, rank) for rank in range(self._num_ranks)]
         manifest = Manifest(
             tag=request.tag,
@@ -416,81 +473,3 @@ def _read_record(data: Place, rank: int) -> ShardRecord:
     if size != record.file.nbytes:
         raise SaveError(f"rank {rank} wrote {record.file.nbytes} bytes, but rank 0 finds {size} of them in {data}")
     return record
-
-
-# -- the other ranks ---------------------------------------------------------------------------------------------------
-
-
-class SaveParticipant:
-    """The role of other ranks: serve the requests in order, from the program's calls or from the listener."""
-
-    def __init__(self, board: Board, guard: Guard) -> None:
-        self._board, self._guard = board, guard
-        self._served = 0
-        # Requests that the listener has served and that the program may still call `save_checkpoint` for.
-        self._passed: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
-
-    def next_note(self) -> dict[str, Any] | None:
-        """Return the oldest request or refusal that this rank has not served, or None."""
-        newest = self._board.read("requests")
-        if newest is None or newest["number"] <= self._served:
-            return None
-        return self._board.read(f"request/{max(self._served + 1, newest['number'] - _REMEMBERED + 1)}")
-
-    def take(self, note: dict[str, Any]) -> bool:
-        """Mark a request as served by the listener. Return False if a call of the program has served it."""
-        if note["number"] <= self._served:
-            return False
-        self._served = note["number"]
-        self._passed.append(note)
-        return True
-
-    def find_request(self, steps: int | None, tag: str) -> tuple[SaveRequest, bool]:
-        """Return the request that matches a call of this rank's program, and whether the listener has served it."""
-        same = [note for note in self._passed if note["steps"] == steps]
-        note = next((note for note in same if note["tag"] == tag), same[0] if same else None)
-        if note is not None:
-            while self._passed.popleft() is not note:  # the program does not call for earlier requests any more
-                pass
-            return _as_request(note), True
-
-        def ready() -> bool:
-            nonlocal note
-            if self._guard.verdict is not None:
-                raise Disagreement(self._guard.verdict)
-            note = self.next_note()
-            return note is not None
-
-        with self._guard.waiting_for("save_checkpoint, for rank 0"):
-            self._board.wait(ready, lambda: [0], "save_checkpoint")
-        assert note is not None
-        self._served = note["number"]
-        return _as_request(note), False
-
-    def await_verdict(self, request: SaveRequest) -> None:
-        """Wait until rank 0 has published the checkpoint. Raise a SaveError if publishing failed."""
-        error: str | None = None
-
-        def ready() -> bool:
-            nonlocal error
-            try:
-                note = self._board.read("verdict")
-            except RuntimeError:  # rank 0 hosts the board and has exited, so look for the manifest on disk
-                if not folder.is_published(request.folder, as_latest=request.save_latest):
-                    error = f"rank 0 has ended before {request.tag} was published"
-                return True
-            if note is None or note["number"] < request.number:
-                return False
-            # The verdict of a later save has replaced this one. Rank 0 has already raised the error, if any.
-            error = note.get("error") if note["number"] == request.number else None
-            return True
-
-        self._board.wait(ready, lambda: [0], f"save_checkpoint of {request.tag}")
-        if error is not None:
-            raise SaveError(error)
-
-
-def _as_request(note: dict[str, Any]) -> SaveRequest:
-    if "refused" in note:
-        raise SaveError(f"rank 0 cannot save: {note['refused']}")
-    return SaveRequest(**note)

@@ -197,6 +197,7 @@ def report(parser: argparse.ArgumentParser) -> None:
       onefold report runs/a                       runs/a/report.html
       onefold report runs/a --out page.html       elsewhere
       onefold report runs/a --png                 also report-loss.png and so on, with matplotlib
+      onefold report s3://bucket/a --out a.html   of a record in an object store
     """
     add_run(parser)
     add = parser.add_argument

@@ -2,7 +2,8 @@
 
 [Note: how ranks end]
 When a rank fails, its peers fail as well, on broken connections. The agent gives them two seconds to record their
-tracebacks, so that the failure that came first is known, and then kills the process groups of all ranks with SIGKILL:
+tracebacks, so that the failure that came first is known, and then kills the process groups of all ranks with SIGKILL
+(sooner if the first rank was killed by SIGKILL itself, as by the kernel when memory is short):
 a restarted job must not share a device or a port with a process that has not ended yet. SIGTERM is sent only if the
 launcher itself was asked to stop, because ranks answer it by saving a checkpoint. A rank that ends with 128 plus the
 number of a signal was asked to stop as well; then its peers may save, too, and nothing is restarted.
@@ -44,8 +45,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from onefold.job_secret import JOB_SECRET, JOB_SECRET_FILE, JobSecret
 from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
+from onefold.tools.cli.copy_keeper import CopyKeeper
 from onefold.tools.cli.fork_server import ForkServer
-from onefold.tools.cli.node_rendezvous import Change, NodeRendezvous
+from onefold.tools.cli.node_rendezvous import STORE_SECONDS, Change, NodeRendezvous
 from onefold.tools.cli.rank_processes import (
     ForkedRank,
     RankEnd,
@@ -58,6 +60,9 @@ from onefold.tools.cli.rank_script import LAUNCHER_VARIABLE, PYTHON_RANK
 
 # The time in which ranks record their tracebacks after the first failure.
 TRACEBACK_SECONDS = 2.0
+# The same if the first rank was killed by SIGKILL: that is never the consequence of another failure, which may however
+# have occurred just before.
+KILLED_SECONDS = 0.2
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Added to the time that ranks give themselves to stop.
 MARGIN_SECONDS = 5.0
@@ -78,10 +83,11 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         secret: JobSecret,
         is_elastic: bool = False,
         fork_server: ForkServer | None = None,
+        copies: CopyKeeper | None = None,
     ) -> None:
         super().__init__(spec)
         self._secret = secret
-        self._fork_server = fork_server
+        self._fork_server, self._copies = fork_server, copies
         self._nodes = spec.rdzv_handler if isinstance(spec.rdzv_handler, NodeRendezvous) else None
         self._is_elastic = is_elastic
         self.failure: RankEnd | None = None
@@ -117,11 +123,12 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             nodes = f" on {group.group_world_size} node{'s' * (group.group_world_size > 1)}" * self._is_elastic
             print_error(f"onefold: restarting all ranks{nodes}, {reason}")
         self._num_restarts = restarts
+        of_copies = self._agree_on_copies(worker_group)
         command = [str(worker_group.spec.entrypoint), *worker_group.spec.args]
         self._processes, self.failure = [], None
         with self._signals_deferred():
             for worker in worker_group.workers:
-                environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts)}
+                environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts), **of_copies}
                 environment.pop(JOB_SECRET_FILE, None)  # it is for launchers; ranks have the secret of this start
                 process = self._start_process(command, environment)
                 self._processes.append(RankProcess(process, environment, worker.global_rank, self._changed))
@@ -157,7 +164,8 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         if first is None:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        self._wait(self._stop_seconds() if first.was_asked else TRACEBACK_SECONDS)
+        is_killed = first.exit_code == -signal.SIGKILL
+        self._wait(self._stop_seconds() if first.was_asked else KILLED_SECONDS if is_killed else TRACEBACK_SECONDS)
         self.failure = first = self.first_failure()
         assert first is not None
         self._kill()
@@ -249,6 +257,26 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         starts, restarts = (max(numbers) for numbers in zip(*rows, strict=True))
         self._num_starts, self._remaining_restarts = starts + 1, max(0, spec.max_restarts - restarts)
         return starts, restarts
+
+    def _agree_on_copies(self, worker_group: WorkerGroup) -> dict[str, str]:
+        """Return the variables that tell ranks where their peer copies are, and from which they may resume."""
+        group: Any = worker_group
+        if self._copies is None:
+            return {}
+
+        def wait(key: str) -> bytes:
+            checked = time.monotonic()
+            while not group.store.check([key]):
+                time.sleep(0.01)
+                if self._nodes is not None and time.monotonic() - checked > STORE_SECONDS / 10:
+                    checked = time.monotonic()
+                    if self._nodes.change() is Change.LOST:
+                        raise DistStoreError("a node was lost while copies were fetched")
+            found: bytes = group.store.get(key)
+            return found
+
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        return self._copies.begin(group.store, group.group_rank, group.group_world_size, ranks, wait)
 
     def _environment(self, worker: Worker, group: WorkerGroup, starts: int, restarts: int) -> dict[str, str]:
         """Return the variables that a rank finds in its environment: those of torch's launcher, and onefold's own."""

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,8 +26,11 @@ from onefold.tools.cli.rank_script import PROGRAM_RANK, PYTHON_RANK
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from onefold.tools.cli.copy_keeper import CopyKeeper
 
-_FOLDER_PREFIX = "onefold_launch_"
+
+_FOLDER_PREFIX, _COPIES_PREFIX = "onefold_launch_", "onefold_copies_"
+_SHARED_MEMORY = "/dev/shm"
 
 # -- the launcher ----------------------------------------------------------------------------------------------------
 
@@ -73,6 +77,11 @@ class Job:
     def is_elastic(self) -> bool:
         """Whether the job runs with fewer nodes than `num_nodes`, too."""
         return self.min_nodes is not None and self.min_nodes < self.num_nodes
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether ranks are started again after a failure or a change of nodes."""
+        return self.max_restarts > 0 or self.is_elastic
 
     @property
     def store_address(self) -> tuple[str, int]:
@@ -125,8 +134,8 @@ def run_ranks(command: Sequence[str], job: Job) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.num_ranks)))
     try:
-        with _launch_folder() as folder:
-            return _run_agent(command, job, folder)
+        with _locked_folder(_FOLDER_PREFIX) as folder, _copies_folder(job) as copies:
+            return _run_agent(command, job, folder, copies)
     except (DistNetworkError, DistStoreError, RendezvousError) as error:  # before ranks were started
         print_error(f"onefold: the ranks cannot connect to {_store_name(job)}: {str(error).splitlines()[0]}")
         return EXIT_FAILED
@@ -145,7 +154,7 @@ def _store_name(job: Job) -> str:
     return f"{host}:{port}"
 
 
-def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
+def _run_agent(command: Sequence[str], job: Job, folder: str, copies: str | None) -> int:
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
@@ -161,7 +170,8 @@ def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
 
         fork_server = ForkServer()  # before the threads of the rendezvous
     spec = job.worker_spec(command, folder, secret)
-    agent = RankAgent(spec, folder, secret, job.is_elastic, fork_server)
+    keeper = _copy_keeper(job, copies, secret)
+    agent = RankAgent(spec, folder, secret, job.is_elastic, fork_server, keeper)
     is_left_open = False
     try:
         with agent.signals_handled():
@@ -194,6 +204,8 @@ def _run_agent(command: Sequence[str], job: Job, folder: str) -> int:
     finally:
         if fork_server is not None:
             fork_server.close()
+        if keeper is not None:
+            keeper.close()
         if not is_left_open:
             spec.rdzv_handler.shutdown()
     if result is None:
@@ -220,17 +232,38 @@ def _job_secret(job: Job) -> JobSecret:
     return secret
 
 
+def _copy_keeper(job: Job, folder: str | None, secret: JobSecret) -> CopyKeeper | None:
+    """Return the keeper of the peer copies of this node, for a job that can restart."""
+    if folder is None:
+        return None
+    from onefold.tools.cli.copy_keeper import CopyKeeper
+    from onefold.tools.cli.rendezvous import own_address
+
+    host = None if job.num_nodes == 1 else own_address(*job.store_address) or socket.gethostname()
+    return CopyKeeper(Path(folder), secret, host)
+
+
 @contextmanager
-def _launch_folder() -> Iterator[str]:
-    """Return a temporary folder for the launcher and its ranks. Remove those of launchers that were killed.
+def _copies_folder(job: Job) -> Iterator[str | None]:
+    """Return a folder in shared memory for the peer copies of a job that can restart, or None."""
+    if not job.can_restart or not os.path.isdir(_SHARED_MEMORY):
+        yield None
+        return
+    with _locked_folder(_COPIES_PREFIX, _SHARED_MEMORY) as folder:
+        yield folder
+
+
+@contextmanager
+def _locked_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
+    """Return a private temporary folder of the launcher. Remove those of launchers that were killed.
 
     A launcher locks a file in its folder. The lock ends with the process, also if it is killed.
     """
-    for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/lock"):
+    for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/lock"):
         with suppress(OSError), open(lock, "r+") as file:  # in use, or of another user
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder:
         part = os.path.join(folder, "lock.part")
         with open(part, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

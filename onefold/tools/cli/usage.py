@@ -102,7 +102,9 @@ def add_folder(
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the folder of a run."""
-    parser.add_argument("dir", metavar="DIR", help="folder of a run (OUT of onefold train, or the key onefold.report)")
+    parser.add_argument(
+        "dir", metavar="DIR", help="folder or URL of a run (OUT of onefold train, or the key onefold.report)"
+    )
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

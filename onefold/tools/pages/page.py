@@ -16,6 +16,7 @@ from typing import Any
 from onefold.log import format_bytes
 from onefold.report.plan_report import Compared, PlanReport
 from onefold.report.run_file import RunFile
+from onefold.storage.place import Place, PlaceLike, place
 from onefold.tools.pages.charts import RESTS, Chart, Series, charts_of
 
 PAGE_NAME = "report.html"
@@ -23,12 +24,13 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _COLORS = ("c0", "c1", "c2", "c3", "c4", "c5")
 
 
-def write_page(place: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Read the record in a folder, and write the page next to it, or to `out`."""
-    run = RunFile.read(place)
-    path = Path(out) if out is not None else run.path.with_name(PAGE_NAME)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page_of(run), encoding="utf-8")
+def write_page(folder: PlaceLike, out: str | os.PathLike[str] | None = None) -> Place:
+    """Read the record in a folder or below a URL, and write the page next to it, or to `out`."""
+    run = RunFile.read(folder)
+    path = place(out) if out is not None else run.path.parent / PAGE_NAME
+    if isinstance(path, Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(page_of(run).encode())
     return path
 
 

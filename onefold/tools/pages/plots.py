@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 from onefold.report.run_file import RunFile, RunFileError
+from onefold.storage.place import Place
 from onefold.tools.pages.charts import RESTS, Chart, charts_of
 
 _COLORS = ("#2f6fc1", "#e08a2e", "#3a9a6a", "#8a62c9", "#cd4f62", "#2b9bab")
@@ -26,7 +27,7 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def write_pngs(run: RunFile, folder: Path) -> list[Path]:
+def write_pngs(run: RunFile, folder: Place) -> list[Place]:
     """Write one file for each chart: report-loss.png and so on."""
     written = []
     for chart in charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device"))):
@@ -38,7 +39,9 @@ def write_pngs(run: RunFile, folder: Path) -> list[Path]:
             )
         _draw(figure.subplots(), chart)
         path = folder / f"report-{chart.name}.png"
-        figure.savefig(path)
+        content = BytesIO()
+        figure.savefig(content, format="png")
+        path.write_bytes(content.getvalue())
         written.append(path)
     return written
 

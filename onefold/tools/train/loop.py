@@ -18,11 +18,12 @@ import torch.distributed as dist
 import onefold
 from onefold.checkpoint.loading.load import MisfitError
 from onefold.comm import local_device
-from onefold.config import load_config, solve_batch
+from onefold.config import ConfigError, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.log import logger
 from onefold.plan import make_plan
 from onefold.report.memory_usage import peak_bytes, used_bytes
+from onefold.report.run_file import RunFileError
 from onefold.runtime import unsharded_shape
 from onefold.stop_signals import SAME_SIGNAL_SECONDS
 from onefold.tools.pages.page import write_page
@@ -59,7 +60,10 @@ def train(options: TrainOptions) -> bool:
         finally:
             engine.destroy()
         if dist.get_rank() == 0:
-            print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
+            try:
+                print(f"report: {write_page(str(engine.plan.loop.record_folder))}", flush=True)
+            except (OSError, RunFileError) as error:  # of an object store; the run is complete
+                logger.warning("the report cannot be written: %s", error)
     # The launcher ends all ranks when the first one exits with an error code.
     dist.barrier(device_ids=[local_device().index] if local_device().type == "cuda" else None)
     dist.destroy_process_group()
@@ -94,6 +98,11 @@ def start_engine(task: Task, prepared: PreparedConfig) -> Engine:
     if config.log_level is None:
         # The trainer prints its own progress and the plan.
         logger.setLevel("WARNING")
+    if config.onefold.peer_copies.every is not None:
+        raise ConfigError(
+            "onefold.peer_copies: `onefold train` resumes from the metrics in its own checkpoints, which copies do not "
+            "have. Leave the key out, and set --save-every."
+        )
     model = task.build(prepared.document, sharded=make_plan(config, world_size=1).shards_parameters)
     engine, _, _, _ = onefold.initialize(model=model, config=config)
     return engine

@@ -1,0 +1,222 @@
+"""The peer copies of a node, which its launcher keeps while ranks come and go ([Note: peer copies]).
+
+[Note: agreement on copies]
+After the rendezvous of a start, each launcher writes to the store which files it has. From these lists, all compute the
+same whole copies, newest first. Each fetches the files that it lacks, joins the manifest, and writes which copies are
+ready on its node. Ranks may resume from those that are ready on all nodes. All other copies are removed.
+
+While ranks run, each launcher fetches the new files of the ranks of the node before it, and writes the name of the
+newest copy of which it has all of them. The launcher of rank 0 records the newest copy that all nodes have mirrored as
+complete, and rank 0 begins the next one only then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onefold.checkpoint.format.folder import examine
+from onefold.checkpoint.format.peer_copy import (
+    COMPLETE,
+    FOLDER_VARIABLE,
+    RESUME_VARIABLE,
+    SLOTS,
+    files_of,
+    is_whole,
+    join_copy,
+    list_copies,
+    missing_files,
+    rank_of,
+    write_complete,
+)
+from onefold.job_secret import ForgedMessageError, JobSecret
+from onefold.tools.cli.copy_transfer import CopyClient, CopyFiles, CopyServer, TransferError, checked_files
+from onefold.tools.cli.rank_processes import print_error
+
+_PERIOD = 0.2
+# The other node may end before this one. A problem that lasts longer is reported.
+_MOST_FAILURES = 10
+# A shard precedes its record, without which it does not count.
+_ORDER = (".safetensors", ".json")
+
+
+class CopyKeeper:
+    """The copies of one node."""
+
+    def __init__(self, folder: Path, secret: JobSecret, host: str | None) -> None:
+        """`host` is the address of this node for others, or None for a job of one node."""
+        self.folder = folder
+        self._secret = secret.derive("peer copies")
+        self._server = CopyServer(folder, self._secret, host) if host is not None and secret else None
+        self._mirror: _Mirror | None = None
+
+    def begin(
+        self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], wait: Callable[[str], bytes]
+    ) -> dict[str, str]:
+        """Agree with the launchers of a start on the copies from which it may resume. Return variables for its ranks.
+
+        `wait` returns the value of a key of the store, and raises if a node is lost.
+        """
+        self._end_mirror()
+        address = self._server.address if self._server is not None else None
+        held = {name: files_of(self.folder / name) for name in list_copies(self.folder)}
+        store.set(f"onefold/copies/held/{node}", json.dumps({"address": address, "ranks": list(ranks), "files": held}))
+        rows = [json.loads(wait(f"onefold/copies/held/{number}")) for number in range(num_nodes)]
+        of_nodes = [checked_files(row["files"]) for row in rows]
+        ready = list[str]()
+        for name in _whole_copies(of_nodes):
+            # An older copy is not fetched: it would only be used if ranks found the newest one damaged.
+            if not (ready and self._missing(name, of_nodes)) and self._prepare(name, of_nodes, rows):
+                ready.append(name)
+        store.set(f"onefold/copies/ready/{node}", json.dumps(ready))
+        of_others = [json.loads(wait(f"onefold/copies/ready/{number}")) for number in range(num_nodes)]
+        agreed = [name for name in ready if all(name in names for names in of_others)]
+        for name in list_copies(self.folder):
+            if name not in agreed:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / COMPLETE).unlink(missing_ok=True)
+        if agreed:
+            write_complete(self.folder, agreed[0])
+        if num_nodes > 1 and self._server is not None:
+            before = rows[node - 1]
+            self._mirror = _Mirror(
+                self.folder, self._secret, store, node, num_nodes, before["address"], before["ranks"]
+            )
+        return {FOLDER_VARIABLE: str(self.folder), RESUME_VARIABLE: ",".join(agreed)}
+
+    def _missing(self, name: str, of_nodes: Sequence[CopyFiles]) -> dict[str, int]:
+        """Return the files of a copy that this node lacks, with their sizes."""
+        wanted = {file: size for files in of_nodes for file, size in files.get(name, {}).items()}
+        return {file: wanted[file] for file in wanted.keys() - files_of(self.folder / name).keys()}
+
+    def _prepare(self, name: str, of_nodes: Sequence[CopyFiles], rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Fetch the missing files of a copy, and join it. Return whether it is complete and not damaged."""
+        copy = self.folder / name
+        try:
+            missing = self._missing(name, of_nodes)
+            needed, free = sum(missing.values()), shutil.disk_usage(self.folder).free
+            if needed > free:
+                raise TransferError(f"{needed} bytes of other nodes are needed here, but {free} are free")
+            for file, size in missing.items():
+                self._fetch(name, file, size, of_nodes, rows)
+            join_copy(copy)
+            problems = examine(copy).problems
+        except (OSError, ValueError, AssertionError, TypeError, KeyError, ForgedMessageError) as error:
+            problems = (f"{type(error).__name__}: {error}",)
+        if problems:
+            print_error(f"onefold: the peer copy {name} is not used: {'; '.join(problems)}")
+        return not problems
+
+    def _fetch(
+        self, name: str, file: str, size: int, of_nodes: Sequence[CopyFiles], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Fetch a file from the first node that has it and answers."""
+        problem: Exception = TransferError(f"no node has {name}/{file}")
+        for files, row in zip(of_nodes, rows, strict=True):
+            if files.get(name, {}).get(file) == size and row["address"] is not None:
+                try:
+                    client = CopyClient(tuple(row["address"]), self._secret)
+                    try:
+                        return client.fetch(self.folder, name, file, size)
+                    finally:
+                        client.close()
+                except (OSError, ForgedMessageError) as error:
+                    problem = error
+        raise problem
+
+    def _end_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.end()
+        self._mirror = None
+
+    def close(self) -> None:
+        """Stop mirroring and serving."""
+        self._end_mirror()
+        if self._server is not None:
+            self._server.close()
+
+
+def _whole_copies(of_nodes: Sequence[CopyFiles]) -> list[str]:
+    """Return the newest copies of which the nodes together have all files, newest first."""
+    names = sorted({name for files in of_nodes for name in files}, reverse=True)
+    whole = [name for name in names if is_whole(name, {file for files in of_nodes for file in files.get(name, {})})]
+    return whole[:SLOTS]
+
+
+class _Mirror:
+    """A thread that keeps what the ranks of the node before this one have copied."""
+
+    def __init__(
+        self,
+        folder: Path,
+        secret: JobSecret,
+        store: Any,
+        node: int,
+        num_nodes: int,
+        address: Sequence[Any],
+        ranks: Sequence[int],
+    ) -> None:
+        self._folder, self._secret, self._store = folder, secret, store
+        self._node, self._num_nodes = node, num_nodes
+        self._address, self._ranks = (str(address[0]), int(address[1])), set(ranks)
+        self._client: CopyClient | None = None
+        self._mirrored = self._complete = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="onefold-copy-mirror", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread, also while it waits for a node that does not answer."""
+        self._stop.set()
+        if self._client is not None:
+            self._client.close()
+        self._thread.join(timeout=1)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stop.wait(_PERIOD):
+            try:
+                if self._client is None:
+                    self._client = CopyClient(self._address, self._secret)
+                self._fetch_new(self._client)
+                self._record_complete()
+                failures = 0
+            except (OSError, ValueError, RuntimeError) as error:  # the agent notices lost nodes and the lost store
+                if self._client is not None:
+                    self._client.close()
+                self._client = None
+                failures += 1
+                if failures == _MOST_FAILURES and not self._stop.is_set():
+                    print_error(f"onefold: the peer copies of node {self._address[0]} cannot be mirrored: {error}")
+                self._stop.wait(1)
+
+    def _fetch_new(self, client: CopyClient) -> None:
+        for name, files in sorted(client.list_files().items()):
+            wanted = {file: size for file, size in files.items() if rank_of(file) in self._ranks}
+            if name <= self._mirrored or not wanted:
+                continue
+            for file in sorted(wanted.keys() - files_of(self._folder / name).keys(), key=_place_in_order):
+                if self._stop.is_set():
+                    return
+                client.fetch(self._folder, name, file, wanted[file])
+            if not missing_files(wanted, self._ranks):
+                self._mirrored = name
+                self._store.set(f"onefold/copies/mirrored/{self._node}", name)
+
+    def _record_complete(self) -> None:
+        """On the node of rank 0, record the newest copy that all nodes have mirrored."""
+        keys = [f"onefold/copies/mirrored/{node}" for node in range(self._num_nodes)]
+        if self._node == 0 and self._store.check(keys):
+            complete = min(self._store.get(key).decode() for key in keys)
+            if complete != self._complete:
+                self._complete = complete
+                write_complete(self._folder, complete)
+
+
+def _place_in_order(file: str) -> tuple[int, str]:
+    return _ORDER.index(os.path.splitext(file)[1]), file
