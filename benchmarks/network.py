@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.launch import ROOT, Outcome, last_words, run_all, wait
-from benchmarks.model import GPT, PRESETS, ModelShape, make_batch
+from benchmarks.model import GPT, PRESETS, Block, ModelShape, make_batch
 from benchmarks.systems import NOTHING_KEPT, SYSTEMS, Step, Workload, zero_config
 from benchmarks.table import describe_run, failure_notes, format_table
 
@@ -334,6 +334,9 @@ def _build(setting: Setting, workload: Workload, model: GPT) -> tuple[Step, Any]
         return SYSTEMS[setting.system](lambda: model, workload), None
     import onefold
 
+    for block in model.blocks:
+        if isinstance(block, Block) and block.routed is not None:
+            onefold.experts(block.routed.experts)
     num_parts = setting.micro_steps
     part = dataclasses.replace(workload, batch=workload.batch // num_parts, micro_steps=num_parts)
     config = zero_config(setting.stage, part)
