@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.launch import ROOT, Outcome, last_words, run_all, wait
-from benchmarks.model import GPT, PRESETS, ModelShape, make_batch
+from benchmarks.model import GPT, PRESETS, Block, ModelShape, make_batch
 from benchmarks.systems import NOTHING_KEPT, SYSTEMS, Step, Workload, zero_config
 from benchmarks.table import describe_run, failure_notes, format_table
 
@@ -74,6 +74,8 @@ SETTINGS: dict[str, Setting] = {
     "all-three": Setting(zero={**HPZ, **QWZ, **QGZ}),
     "micro-steps": Setting(micro_steps=NUM_PARTS),
     "chunks": Setting(own={"batch_chunks": NUM_PARTS}),
+    "experts-2": Setting(own={"expert_parallel_size": 2}),
+    "experts-4": Setting(own={"expert_parallel_size": 4}),
 }
 UNSHAPED = "unshaped"
 HEADER = [
@@ -104,6 +106,7 @@ settings:
   all-three     hpZ, qwZ and qgZ together
   micro-steps   {REFERENCE} with the batch in {NUM_PARTS} micro-steps (--batch {NUM_PARTS} or more)
   chunks        {REFERENCE} with the batch in {NUM_PARTS} chunks (onefold.batch_chunks)
+  experts-2, -4 {REFERENCE} with onefold.expert_parallel_size (--experts 4 or more)
   ddp           PyTorch's DistributedDataParallel with autocast: gradients as fp32
   fsdp2, -bf16  PyTorch's FSDP2, which reshards; gradients as fp32, or as bf16
 
@@ -113,6 +116,7 @@ examples:
   python -m benchmarks.network --ranks 2,4                two ranks on each host, and four
   python -m benchmarks.network --settings {REFERENCE},all-three --rate 100mbit --steps 8
   python -m benchmarks.network --settings {REFERENCE},micro-steps,chunks --batch 8 --rate 1gbit
+  python -m benchmarks.network --settings {REFERENCE},experts-2,experts-4 --experts 8 --rate 1gbit
   python -m benchmarks.network --report network.md        a report too, with network.png beside it
 
 {NEEDS}
@@ -330,6 +334,9 @@ def _build(setting: Setting, workload: Workload, model: GPT) -> tuple[Step, Any]
         return SYSTEMS[setting.system](lambda: model, workload), None
     import onefold
 
+    for block in model.blocks:
+        if isinstance(block, Block) and block.routed is not None:
+            onefold.experts(block.routed.experts)
     num_parts = setting.micro_steps
     part = dataclasses.replace(workload, batch=workload.batch // num_parts, micro_steps=num_parts)
     config = zero_config(setting.stage, part)
@@ -402,6 +409,8 @@ class WideProducts(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.linear:
             return _Product.apply(*args[:2])  # the model has no biases
+        if function is torch.Tensor.matmul:  # of experts
+            return _Product.apply(args[0], args[1].T)
         if function is functional.scaled_dot_product_attention:
             return function(*(values.float() for values in args), **kwargs).to(args[0].dtype)
         return function(*args, **(kwargs or {}))
@@ -578,9 +587,11 @@ def parse_rates(text: str) -> list[Rate]:
 
 
 def set_by_default() -> list[str]:
-    """All but those that divide the batch, which is a single sequence by default."""
+    """All but those that divide the batch, which is a single sequence by default, or experts, which are none."""
     return [
-        name for name, setting in SETTINGS.items() if setting.micro_steps == 1 and "batch_chunks" not in setting.own
+        name
+        for name, setting in SETTINGS.items()
+        if setting.micro_steps == 1 and not setting.own.keys() & {"batch_chunks", "expert_parallel_size"}
     ]
 
 
@@ -621,6 +632,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank and step (default: %(default)s)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens a sequence (default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=0, help="MLPs in each block, of which a token uses two")
     parser.add_argument("--steps", type=int, default=4, help="timed steps a run (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each; medians are shown (default: %(default)s)")
@@ -630,7 +642,10 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("batch", "steps", "warmup", "rounds"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    if arguments.batch % NUM_PARTS and not set(arguments.settings) <= set(set_by_default()):
+    chosen = [SETTINGS[name] for name in arguments.settings]
+    if any("expert_parallel_size" in each.own for each in chosen) and not arguments.experts:
+        parser.error("--experts must be given for settings that divide experts")
+    if arguments.batch % NUM_PARTS and any(each.micro_steps > 1 or "batch_chunks" in each.own for each in chosen):
         parser.error(f"--batch must be a multiple of {NUM_PARTS} for micro-steps and chunks")
     longest = PRESETS[arguments.preset].max_sequence
     if not 1 <= arguments.sequence <= longest:
@@ -659,8 +674,13 @@ def main() -> None:
         for setting in arguments.settings
     }
 
+    shape = PRESETS[workload.preset]
+    shape = dataclasses.replace(
+        shape, num_experts=arguments.experts, expert_width=4 * shape.width, experts_per_token=2, grouped=False
+    )
+
     def run_one(setting: str, rate: Rate, num_ranks: int) -> Outcome:
-        return run([setting], workload, rate, arguments.timeout, num_ranks=num_ranks)[0]
+        return run([setting], workload, rate, arguments.timeout, shape, num_ranks)[0]
 
     try:
         outcomes = run_all(
@@ -677,7 +697,8 @@ def main() -> None:
     table = format_table(HEADER, [figure.row for figure in figures]) + failure_notes(outcomes)
     num_parameters = max(outcome.num_parameters for rounds in outcomes.values() for outcome in rounds)
     details = {
-        "model": f"GPT {arguments.preset}, {num_parameters / 1e6:.1f}M parameters, bf16, products computed in fp32",
+        "model": f"GPT {arguments.preset}{f' with {arguments.experts} experts' if arguments.experts else ''}, "
+        f"{num_parameters / 1e6:.1f}M parameters, bf16, products computed in fp32",
         "job": f"2 network namespaces joined by a veth pair, gloo ranks in each, one thread each, "
         f"{arguments.batch} x {arguments.sequence} tokens a rank and step; {arguments.rounds} rounds of "
         f"{arguments.steps} timed steps after {arguments.warmup}",

@@ -13,7 +13,7 @@ from onefold.comm import Group, Ledger, Wires, make_collective
 from onefold.config import Batch
 from onefold.engine.train_state import TrainState
 from onefold.fp8 import convert_layers
-from onefold.moe import divided_expert_layers, expert_parameters, make_expert_parallel
+from onefold.moe import check_division, describe_layers, expert_layers, expert_parameters, make_expert_parallel
 from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.decision import StepDecision
@@ -48,7 +48,9 @@ def build_state(
     groups = chosen.group_of_each() if chosen is not None else {}
     states = chosen.states_of_groups() if chosen is not None else []
     fp8 = convert_layers(model, plan.fp8, device, unsharded_shape)
-    layers = divided_expert_layers(model, plan.num_expert_parts)
+    layers = expert_layers(model)
+    check_division(model, layers, plan.num_expert_parts)
+    described = describe_layers(model, layers)
     units, memory = lay_out(
         model,
         plan,
@@ -59,7 +61,7 @@ def build_state(
         device,
         shared,
         fp8.of_weights(model),
-        expert_parameters(model, layers),
+        expert_parameters(model, layers) if plan.num_expert_parts > 1 else {},
     )
     schedule = Schedule(units, plan, collective, ledger, Pool(device), memory)
     trained = {id(each) for param in schedule.trained_params() for each in param.parameters}
@@ -69,7 +71,7 @@ def build_state(
         decision.replica_check = ReplicaCheck(schedule, model, plan.guards.replica_check_every)
     step = ShardedStep(chosen, plan, schedule, memory) if chosen is not None else None
     sequence = make_sequence_parallel(model, plan.sequence_size, group, ledger, device)
-    experts = make_expert_parallel(layers, plan.num_expert_parts, group, ledger, device)
+    experts = make_expert_parallel(model, layers, described, plan.num_expert_parts, group, ledger, device)
     state = TrainState(
         model, config, plan, group, device, schedule, window, decision, step, left_alone, sequence, experts, fp8
     )

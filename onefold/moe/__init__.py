@@ -1,10 +1,12 @@
 """Expert parallelism: the ranks of a group have different experts, and send each other the tokens for them."""
 
+from onefold.moe.active_parameters import ParameterCounts, count_parameters, describe_layers
 from onefold.moe.divided_experts import ExpertParallel, make_expert_parallel
 from onefold.moe.expert_layers import (
     ExpertLayer,
     asked_parallel_size,
-    divided_expert_layers,
+    check_division,
+    expert_layers,
     expert_parameters,
     experts,
 )
@@ -12,8 +14,12 @@ from onefold.moe.expert_layers import (
 __all__ = [
     "ExpertLayer",
     "ExpertParallel",
+    "ParameterCounts",
     "asked_parallel_size",
-    "divided_expert_layers",
+    "check_division",
+    "count_parameters",
+    "describe_layers",
+    "expert_layers",
     "expert_parameters",
     "experts",
     "make_expert_parallel",

@@ -31,40 +31,50 @@ gradients are ready when those of other ranks are.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from onefold.comm import Group, Ledger, expert_group
+from onefold.moe.adapted_experts import Active, adapt_experts
 from onefold.moe.expert_layers import ExpertLayer
 from onefold.moe.expert_ranks import ExpertRanks
 from onefold.moe.listed_experts import ListedExperts
+from onefold.moe.replaced_forward import ReplacedForward
 from onefold.moe.stacked_experts import StackedExperts
 from onefold.moe.token_exchange import TokenExchange
-from onefold.runtime.torch_internals import outside_compiler
 
 
 class ExpertParallel:
     """The ranks that divide the experts of a model, as `engine.expert_parallel`."""
 
     def __init__(
-        self, layers: Sequence[ExpertLayer], group: Group | None, ledger: Ledger, device: torch.device
+        self,
+        model: nn.Module,
+        layers: Sequence[ExpertLayer],
+        described: str,
+        group: Group | None,
+        ledger: Ledger,
+        device: torch.device,
     ) -> None:
         self.size, self.rank = (group.size, group.rank) if group is not None else (1, 0)
-        self._forwards: list[_DividedForward] = []
+        self._described = described
+        self._forwards: list[ReplacedForward] = []
+        active: dict[nn.Module, Active] = {}
         if group is not None:
             ranks = ExpertRanks(group, ledger, device)
-            self._forwards = [_DividedForward(layer, number, ranks) for number, layer in enumerate(layers)]
+            for number, layer in enumerate(layers):
+                active[layer.module] = {}
+                make = _divided(layer, TokenExchange(layer, number, ranks), active[layer.module])
+                self._forwards.append(ReplacedForward(layer.module, make))
+        self._forwards += adapt_experts(model, active)
 
     def describe(self) -> str:
-        """Describe the layers and the parts of their experts, or return an empty string if nothing is divided."""
-        numbers = sorted({forward.num_experts for forward in self._forwards})
-        if not numbers:
-            return ""
-        shown = " or ".join(map(str, numbers))
-        return f"{len(self._forwards)} layers of {shown} experts in {self.size} parts, of which this rank computes one"
+        """Describe the expert layers, or return an empty string if there are none."""
+        parts = f", in {self.size} parts, of which this rank computes one" if self.size > 1 else ""
+        return f"{self._described}{parts}" if self._described else ""
 
     def close(self) -> None:
         """Restore the forwards of the layers."""
@@ -73,44 +83,29 @@ class ExpertParallel:
 
 
 def make_expert_parallel(
-    layers: Sequence[ExpertLayer], size: int, group: Group, ledger: Ledger, device: torch.device
+    model: nn.Module,
+    layers: Sequence[ExpertLayer],
+    described: str,
+    size: int,
+    group: Group,
+    ledger: Ledger,
+    device: torch.device,
 ) -> ExpertParallel:
-    """Return the expert parallelism of an engine on the ranks of `group`. All ranks call this together."""
-    return ExpertParallel(layers, expert_group(size, group) if size > 1 else None, ledger, device)
+    """Return the expert parallelism of an engine on the ranks of `group`. All ranks call this together.
+
+    `described` is what `describe_layers` returned before the parameters were sharded.
+    """
+    return ExpertParallel(model, layers, described, expert_group(size, group) if size > 1 else None, ledger, device)
 
 
-class _DividedForward:
-    """The forward of an expert layer, whose tokens are computed by other ranks. See [Note: the path of a token]."""
+def _divided(
+    layer: ExpertLayer, exchange: TokenExchange, active: Active
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a function that makes the forward of a layer whose tokens are computed by other ranks."""
 
-    def __init__(self, layer: ExpertLayer, number: int, ranks: ExpertRanks) -> None:
-        self._layer = layer
-        self._was_set_on_module = "forward" in layer.module.__dict__
-        self._forward: Callable[..., Any] = layer.module.forward
-        compute = ListedExperts if layer.is_list else StackedExperts
-        self._compute = compute(layer, TokenExchange(layer, number, ranks), self._forward)
-        functools.update_wrapper(self, self._forward, updated=())
-        layer.module.forward = self  # type: ignore[method-assign]
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if layer.is_list:
+            return ListedExperts(layer, exchange, forward)
+        return StackedExperts(layer, exchange, forward, active)
 
-    @property
-    def num_experts(self) -> int:
-        return self._layer.num_experts
-
-    def restore(self) -> None:
-        """Restore the original forward of the module, unless the program has replaced this one."""
-        if self._layer.module.__dict__.get("forward") is self:
-            if self._was_set_on_module:
-                self._layer.module.forward = self._forward  # type: ignore[method-assign]
-            else:
-                del self._layer.module.forward
-
-    def __reduce__(self) -> Any:
-        """Copy and pickle as the original forward, because no engine manages the copy of a model."""
-        return _same, (self._forward,)
-
-    @outside_compiler
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compute(*args, **kwargs)
-
-
-def _same(forward: Any) -> Any:
-    return forward
+    return make

@@ -24,8 +24,6 @@ _ARGUMENTS = [
 _COUNT = "num_experts"
 # The name of a list of experts in layers that are not marked.
 _LIST = "experts"
-# The class by which PEFT adapts parameters of other modules.
-_ADAPTER = "ParamWrapper"
 
 
 @dataclass(frozen=True)
@@ -90,19 +88,13 @@ def asked_parallel_size(model: nn.Module) -> int | None:
     return next(iter(asked.values()), None)
 
 
-def divided_expert_layers(model: nn.Module, size: int) -> list[ExpertLayer]:
-    """Return the expert layers of a model, in module order, if they are divided over more than one rank.
-
-    Raise if they cannot be divided over `size` ranks.
-    """
-    if size == 1:
-        return []
+def expert_layers(model: nn.Module) -> list[ExpertLayer]:
+    """Return the expert layers of a model, in module order."""
     found: list[ExpertLayer] = []
     for name, module in model.named_modules():
         layer = _layer_of(name, module)
         if layer is not None and not any(name.startswith(f"{other.name}.") for other in found if other.is_list):
             found.append(layer)
-    _check(model, found, size)
     return found
 
 
@@ -142,7 +134,10 @@ def _is_called_as_in_transformers(module: nn.Module) -> bool:
     return list(inspect.signature(module.forward).parameters)[:3] in _ARGUMENTS
 
 
-def _check(model: nn.Module, layers: list[ExpertLayer], size: int) -> None:
+def check_division(model: nn.Module, layers: list[ExpertLayer], size: int) -> None:
+    """Raise if expert layers cannot be divided over `size` ranks."""
+    if size == 1:
+        return
     key = f"onefold.expert_parallel_size = {size}"
     if not layers:
         raise ConfigError(
@@ -162,12 +157,6 @@ def _check(model: nn.Module, layers: list[ExpertLayer], size: int) -> None:
                     f"{key}: {layer.name}.{each} seems to have an entry for each expert, but only parameters of the "
                     "layer itself are divided. Make it a parameter of the layer, or use 1."
                 )
-    for name, module in model.named_modules():
-        if type(module).__name__ == _ADAPTER and any(layer.name.startswith(f"{name}.") for layer in layers):
-            raise ConfigError(
-                f"{key}: {name} adapts stacked experts by LoRA, which adds to all of them. Use 1, or leave expert "
-                "parameters out of target_parameters."
-            )
 
 
 def expert_parameters(model: nn.Module, layers: Iterable[ExpertLayer]) -> dict[str, ExpertOf]:

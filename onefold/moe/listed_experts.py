@@ -175,7 +175,8 @@ class _SecondRun:
         def replay(rows: Tensor) -> Tensor:
             (expected, recorded), result = next(self._experts, ((-1, rows), rows))
             alike = expected == number and recorded.shape == rows.shape
-            if not alike or (self._compares and not torch.equal(recorded, rows)):
+            compares = self._compares and not rows.is_meta
+            if not alike or (compares and not torch.equal(recorded, rows)):
                 self._raise()
             return result
 

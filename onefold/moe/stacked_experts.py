@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from onefold.moe.adapted_experts import Active, adapted
 from onefold.moe.expert_layers import ExpertLayer
 from onefold.moe.token_exchange import Arriving, TokenExchange
 from onefold.runtime.expert_parts import part_attached
@@ -16,8 +17,11 @@ from onefold.runtime.expert_parts import part_attached
 class StackedExperts:
     """The forward of a layer with stacked experts, which is called for the own experts of each rank."""
 
-    def __init__(self, layer: ExpertLayer, exchange: TokenExchange, forward: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, layer: ExpertLayer, exchange: TokenExchange, forward: Callable[..., Tensor], adapters: Active
+    ) -> None:
         self._layer, self._exchange, self._forward = layer, exchange, forward
+        self._adapters = adapters
 
     def __call__(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         index, weights = (*routing, *named.values())
@@ -25,7 +29,11 @@ class StackedExperts:
         index, weights = index.reshape(-1, index.shape[-1]), weights.reshape(-1, index.shape[-1])
         order = index.flatten().argsort(stable=True)
         counts = () if index.is_meta else torch.bincount(index.flatten(), minlength=self._layer.num_experts + 1)
-        trains = tokens.requires_grad or any(each.requires_grad for each in self._layer.module.parameters())
+        trains = (
+            tokens.requires_grad
+            or bool(self._adapters)
+            or any(each.requires_grad for each in self._layer.module.parameters())
+        )
 
         def compute(arrived: Tensor, arriving: Arriving) -> Tensor:
             return self._compute(arrived, arriving, weights.dtype)
@@ -67,8 +75,16 @@ class StackedExperts:
                         )
                     first = self._exchange.first_own if len(parameter) == layer.num_experts else 0
                     # A view, because autograd would save the Parameter itself, whose values are hidden in backward.
-                    module._parameters[name] = parameter.narrow(0, first, num_own)  # type: ignore[assignment]
+                    module._parameters[name] = self._adapt(name, parameter.narrow(0, first, num_own))  # type: ignore[assignment]
                 yield
         finally:
             module._parameters.update(found)
             setattr(module, layer.count, layer.num_experts)
+
+    def _adapt(self, name: str, own: Tensor) -> Tensor:
+        """Return the own experts with their part of the adapter that is active."""
+        if name not in self._adapters:
+            return own
+        *factors, factor = self._adapters[name]
+        first, second = (each.narrow(0, self._exchange.first_own, len(own)) for each in factors)
+        return adapted(own, (first, second, factor))

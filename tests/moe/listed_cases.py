@@ -52,7 +52,8 @@ class ListedBlock(nn.Module):
         output = torch.zeros_like(hidden)
         for number in chosen.unique().tolist():
             token, k = torch.where(chosen == number)
-            output.index_add_(0, token, self.experts[number](hidden[token]) * weights[token, k, None])
+            found = self.experts[number](hidden[token]) * weights[token, k, None]
+            output.index_add_(0, token, found.to(output.dtype))
         return (output + self.shared_expert(hidden)).view(shape), logits
 
 

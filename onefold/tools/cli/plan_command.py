@@ -45,13 +45,13 @@ def plan(options: argparse.Namespace) -> int:
     check(options)
     print(f"planning {name} ...", file=sys.stderr, flush=True)
     from onefold.tools.estimate.advice import advise
+    from onefold.tools.estimate.expert_advice import possible_settings
     from onefold.tools.estimate.forecast import forecast
-    from onefold.tools.estimate.question import settings_for
 
     question = ask(options)
     timer = _timer(question.machine)
     with progress_bar("plan", in_bytes=False) as show_progress:
-        found = forecast(question, settings_for(question.machine), show_progress, timer=timer)
+        found = forecast(question, possible_settings(question), show_progress, timer=timer)
     advice = advise(question, found, timer)
     if options.json:
         print(json.dumps(facts_of(question, found, advice), indent=2))
@@ -180,6 +180,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def facts_of(question: Question, found: list[Forecast], advice: Advice) -> dict[str, Any]:
     """Return the results for JSON output."""
+    from onefold.tools.estimate.expert_advice import expert_notes
     from onefold.tools.estimate.forecast import assumptions
 
     rows = []
@@ -193,7 +194,7 @@ def facts_of(question: Question, found: list[Forecast], advice: Advice) -> dict[
         "machine": asdict(question.machine),
         "micro_batch": question.micro_batch,
         "sequence_length": question.sequence_length,
-        "assumptions": assumptions(question),
+        "assumptions": [*expert_notes(question), *assumptions(question)],
         "settings": rows,
         "advice": asdict(advice),
     }
@@ -204,6 +205,7 @@ def facts_of(question: Question, found: list[Forecast], advice: Advice) -> dict[
 
 def show(question: Question, found: list[Forecast], advice: Advice, options: argparse.Namespace) -> None:
     """Print the tables and the recommendation."""
+    from onefold.tools.estimate.expert_advice import expert_notes
     from onefold.tools.estimate.forecast import assumptions
 
     machine = question.machine
@@ -226,7 +228,7 @@ def show(question: Question, found: list[Forecast], advice: Advice, options: arg
         print()
         _show_textbook(options.params, machine)
     print()
-    for note in (*_same_rows(found, machine), *assumptions(question)):
+    for note in (*expert_notes(question), *_same_rows(found, machine), *assumptions(question)):
         print_text(f"* {note}", "  ")
     if not options.wide:
         print_text("* --wide also prints memory by kind, traffic, and seconds by resource", "  ")

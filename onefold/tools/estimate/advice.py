@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onefold.config import ConfigError, load_config
+from onefold.tools.estimate.expert_advice import hint_at_experts
 from onefold.tools.estimate.forecast import MARGIN, Forecast, forecast
 from onefold.tools.estimate.machines import GB
 from onefold.tools.estimate.ops import OpTimer
@@ -49,7 +50,8 @@ def advise(question: Question, found: Sequence[Forecast], timer: OpTimer | None 
         close,
         key=lambda each: (_is_rounded(each), each.is_tight, _bytes_moved(each), each.device.total, -found.index(each)),
     )
-    return Advice(best.setting.name, _why(question, best, found) + _hint_at_chunks(question, best, timer))
+    hints = _hint_at_chunks(question, best, timer) + hint_at_experts(question, best, found, timer)
+    return Advice(best.setting.name, _why(question, best, found) + hints)
 
 
 def _hint_at_chunks(question: Question, best: Forecast, timer: OpTimer | None) -> str:

@@ -129,14 +129,23 @@ class Work:
 def as_on_cuda(work: Work) -> Iterator[None]:
     """Replace attention and dropout by versions that save the same tensors as their CUDA kernels.
 
-    The functions themselves are patched, because a torch function mode would not see recomputed forwards.
+    The functions themselves are patched, because a torch function mode would not see recomputed forwards. Autocast is
+    replaced by one that accepts the meta device.
     """
-    before, F.dropout = F.dropout, _drop_out
+    before, autocast = F.dropout, torch.autocast
+    F.dropout, torch.autocast = _drop_out, _MetaAutocast  # type: ignore[misc]
     try:
         with dispatch.replaced(partial(_attend, work)):
             yield
     finally:
-        F.dropout = before
+        F.dropout, torch.autocast = before, autocast  # type: ignore[misc]
+
+
+class _MetaAutocast(torch.autocast):
+    """Autocast that has no effect on the meta device, where layers disable it for some of their ops."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _drop_out(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
