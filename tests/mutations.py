@@ -1618,7 +1618,7 @@ MUTATIONS = [
         "onefold/tools/cli/copy_keeper.py",
         "if not missing_files(wanted, self._ranks):",
         "if True:",
-        "test_copy_keeper.py -k on_two_nodes",
+        "test_copy_keeper.py -k still_writes",
     ),
     Mutation(
         "copy-message-replayed",

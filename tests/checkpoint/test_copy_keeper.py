@@ -176,10 +176,12 @@ def test_a_new_node_fetches_the_parts_of_a_lost_one_from_its_neighbour(make_node
 def test_a_copy_that_is_damaged_on_one_node_is_used_by_none(
     make_node: Callable[..., Node], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Both nodes have all parts. Only the second one finds its own damaged."""
     nodes = [make_node("a"), make_node("b")]
     for number in (1, 2):
-        for rank, node in enumerate(nodes):
-            write_part(node.folder, name_of(number), rank, 2)
+        for node in nodes:
+            for rank in (0, 1):
+                write_part(node.folder, name_of(number), rank, 2)
     path = nodes[1].folder / name_of(2) / DATA / "rank-00001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:3] + b"\xff" + data[4:])  # the length of its header
@@ -224,6 +226,22 @@ def test_a_copy_is_complete_when_every_part_is_on_two_nodes(
     assert begin([nodes[0], nodes[2]], store=HashStore()) == [[name], [name]]
     for node in (nodes[0], nodes[2]):
         assert weights_of(node.folder, name).tolist() == [number + 1 for number in range(NUMEL)]
+
+
+def test_a_copy_is_not_complete_while_a_rank_of_a_node_still_writes(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    nodes, name = [make_node("a"), make_node("b")], name_of(1, num_ranks=4)
+    begin(nodes, 2)
+    for rank in (0, 1, 2):
+        write_part(nodes[rank // 2].folder, name, rank, 4)
+    wait_until(lambda: len(files_of(nodes[0].folder / name)) == 7, 20)
+    wait_until(lambda: len(files_of(nodes[1].folder / name)) == 7, 20)
+    time.sleep(0.5)
+    assert read_complete(nodes[0].folder) is None, "rank 3 has not written its shard"
+    write_part(nodes[1].folder, name, 3, 4)
+    wait_until(lambda: read_complete(nodes[0].folder) == name, 20)
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
