@@ -335,6 +335,7 @@ def test_background_saves_and_retention(on_ranks: OnRanks, s3: ObjectStore) -> N
     assert not [key for key in keys(s3.requests(), "many", "PUT") if key.endswith("partial")]
 
 
+@pytest.mark.slow
 @needs_server
 def test_commands_take_urls(
     on_ranks: OnRanks, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]

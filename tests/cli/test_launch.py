@@ -225,6 +225,7 @@ def test_a_failing_rank_shows_its_traceback_once_and_nothing_else(tmp_path: Path
         "    raise ValueError('the cause')\n"
         "while not os.path.exists(gone):\n"
         "    time.sleep(0.05)\n"
+        "time.sleep(1)\n"
         "raise ConnectionError('the consequence')\n",
     )
     code, _, stderr = launch("--nproc", "2", path)

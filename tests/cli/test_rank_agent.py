@@ -105,6 +105,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks(job: MarkedJob, number: signal.
     assert job.folders() == []
 
 
+@pytest.mark.slow
 def test_ranks_may_take_their_time_until_a_second_signal(job: MarkedJob) -> None:
     path = script(
         job,

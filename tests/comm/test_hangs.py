@@ -231,6 +231,12 @@ def threads_of_engines() -> list[list[str]]:
         ours = "onefold-watch"
         return sorted(thread.name for thread in threading.enumerate() if thread.name == ours or thread not in before)
 
+    def named_at_the_end() -> list[str]:
+        deadline = time.monotonic() + 20  # a thread that was told to end needs a moment
+        while named() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return named()
+
     counts = []
     before = threading.enumerate()  # the main one, and what earlier cases on these ranks have left
     engines = [start(net(), config(3)) for _ in range(2)]
@@ -239,10 +245,10 @@ def threads_of_engines() -> list[list[str]]:
     del engines[0]
     counts.append([name for name in named() if name == "onefold-watch"])
     engines.clear()
-    counts.append(named())
+    counts.append(named_at_the_end())
     engine = start(net(), config(2))
     engine.destroy()
-    counts.append(named())
+    counts.append(named_at_the_end())
     return counts
 
 

@@ -194,6 +194,7 @@ def with_tiles(runner: Any, stage: int) -> list[str]:  # noqa: F811
     return ["--deepspeed", str(path)]
 
 
+@pytest.mark.slow
 @needs_accelerate
 def test_the_trainer_computes_in_tiles_by_the_keys_alone(runner):  # noqa: F811
     """Check losses and evaluations against those of the plain trainer, and label smoothing, which needs all logits."""

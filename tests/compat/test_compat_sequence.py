@@ -41,7 +41,7 @@ def trained(tmp_path: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("name", ["accelerate", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate", "trainer")])
 def test_parts_of_sequences_train_as_whole_ones_in_plain_torch(tmp_path, name):
     """Check losses and weights under SGD, with samples in which one rank has no labels."""
     found = trained(tmp_path, name)

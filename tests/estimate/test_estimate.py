@@ -335,6 +335,7 @@ def accumulating(bus: float = 1e12, micro_batch: int = 4, **more: Any) -> tuple[
     return question, forecast(question, [setting], finds_batch=False)
 
 
+@pytest.mark.slow
 def test_chunks_are_advised_where_a_link_bounds_accumulation():
     question, (found,) = accumulating(bus=1e8)
     assert found.bound_by == "host bus"

@@ -83,6 +83,7 @@ def test_the_largest_batch_fits_on_the_host():
     assert smaller.largest_batch == 4
 
 
+@pytest.mark.slow
 def test_keys_are_advised_by_what_they_save_where_nothing_fits():
     question = question_of(batch=16)
     whole = forecast_of(question)
@@ -99,6 +100,7 @@ def test_keys_are_advised_by_what_they_save_where_nothing_fits():
         assert (f"{key} saves {gain / GB:.1f} GB" in said) == (gain >= GB // 10)
 
 
+@pytest.mark.slow
 def test_keys_that_are_set_or_that_a_model_does_not_support_are_not_advised():
     set_ones = question_of(batch=16, onefold={"tiled_loss": True, "tiled_mlp": True}, **ON_HOST)
     preset = Question(find_model("25m"), set_ones.machine, DEFAULT_CONFIG, 64, 1024)
