@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start hundreds of interpreters: without compiled files each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs bench bench-network matrix install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt

@@ -130,9 +130,9 @@ class _Multiply(torch.autograd.Function):
 class _MultiplyInGraph(torch.autograd.Function):
     """The three products of a layer in a compiled model.
 
-    They have no effects but their results. So the compiler may fuse casts with what computes the matrices, and choose
-    what is saved for backward. It takes the function into the graph as it is (`_allow_in_graph`): torch 2.11 loses the
-    gradients of weights if it traces the Python code of both methods itself.
+    Neither method has side effects, so the compiler may fuse the casts with earlier operations and choose what it
+    saves for backward. Dynamo must not trace into the methods (`_allow_in_graph`): in torch 2.11 the weight then gets
+    no gradient, without an error.
     """
 
     @staticmethod
@@ -166,9 +166,9 @@ class _MultiplyInGraph(torch.autograd.Function):
 
 
 def _allow_in_graph() -> bool:
-    """Tell the compiler not to look into `_MultiplyInGraph`. It calls this while it traces the first layer.
+    """Register `_MultiplyInGraph`, so that Dynamo does not trace into it. Dynamo calls this when it traces a layer.
 
-    A decorator would import the compiler in programs that do not compile.
+    Registration at import, by a decorator, would import the compiler in programs that do not compile.
     """
     torch.compiler.allow_in_graph(_MultiplyInGraph)
     return True
@@ -178,6 +178,7 @@ _allow_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _scaled(values: Tensor | None, inverse_scale: Tensor | None) -> ScaledTensor | None:
+    """Return the matrix with these values, or None without values."""
     return ScaledTensor(values, inverse_scale) if values is not None and inverse_scale is not None else None
 
 

@@ -78,7 +78,7 @@ def to_fp8(
 
 
 def _is_traced(tensor: Tensor) -> bool:
-    """Return whether a compiler traces what is done with a tensor. Its tensors have classes of their own."""
+    """Return whether a compiler traces operations on a tensor: it passes subclasses, such as `FakeTensor`."""
     return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
 
 

@@ -22,9 +22,9 @@ _BLOCK = 1024
 def _step(
     gradient, coefficient, skip, weights, master, average, squares, numbers, size,
     HAS_COEFFICIENT: tl.constexpr, SKIPS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, TAKES_OVER: tl.constexpr,
-    DECAYS: tl.constexpr, MAXIMIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DECAYS: tl.constexpr, MAXIMIZES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Step a block of elements. `numbers` are those of `_numbers_of`."""
     if SKIPS:  # masks all elements
         size = tl.where(tl.load(skip) != 0.0, 0, size)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +93,8 @@ def _numbers_of(hyper: Hyper, number: int, device: torch.device) -> torch.Tensor
     key = (device, torch.cuda.current_stream(device).cuda_stream, given)
     found = _numbers.get(key)
     if found is None:
-        values = torch.tensor(given, dtype=torch.float32, device=device)
+        # A copy of a tensor from host memory would wait for the device.
+        values = torch.cat([torch.full((1,), each, dtype=torch.float32, device=device) for each in given])
         found = _numbers[key] = torch.cat([values, 1 - torch.pow(values[1:3], torch.full_like(values[1:3], number))])
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from dataclasses import replace
@@ -239,14 +238,13 @@ def threads_of_engines() -> list[list[str]]:
         return named()
 
     counts = []
-    before = threading.enumerate()  # the main one, and what earlier cases on these ranks have left
+    before = threading.enumerate()
     engines = [start(net(), config(3)) for _ in range(2)]
     counts.append([name for name in named() if name == "onefold-watch"])
     engines[0].destroy()
     del engines[0]
     counts.append([name for name in named() if name == "onefold-watch"])
     engines.clear()
-    gc.collect()  # earlier cases leave engines in tracebacks, which the same thread watches
     counts.append(named_at_the_end())
     engine = start(net(), config(2))
     engine.destroy()
@@ -254,7 +252,8 @@ def threads_of_engines() -> list[list[str]]:
     return counts
 
 
-def test_one_thread_watches_all_engines_and_none_is_left(on_ranks):
+def test_one_thread_watches_all_engines_and_none_is_left(own_ranks):
+    """On new processes: engines that earlier cases have left are watched by the same thread."""
     one = ["onefold-watch"]
-    for found in on_ranks(2, threads_of_engines):
+    for found in own_ranks(2, threads_of_engines):
         assert found == [one, one, [], []]
