@@ -239,11 +239,11 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 5_370,
+    "checkpoint": 5_430,
     "comm": 4_300,
     "compat": 5_710,
     "config": 3_670,
-    "engine": 3_660,
+    "engine": 3_700,
     "fp8": 910,
     "fsdp": 1_100,
     "graphs": 960,
@@ -255,7 +255,7 @@ BUDGETS = {
     "runtime": 6_480,
     "moe": 1_180,
     "sequence": 1_300,
-    "tools": 10_950,
+    "tools": 11_050,
     "storage": 570,
     "top": 2_550,
     "utils": 550,
