@@ -74,7 +74,7 @@ MARGIN_SECONDS = 5.0
 ANNOUNCEMENT = "onefold/announcement"
 JOIN, LEAVE, STOP = "join", "leave", "stop"
 # Of the signals that a rank handles, the first of these is sent to save a checkpoint for a node that joins.
-SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, *FORWARDED)
+SAVE_SIGNALS = (*(found for found in FORWARDED if found.name.startswith("SIGUSR")), signal.SIGTERM, *FORWARDED)
 
 
 class RankAgent(SimpleElasticAgent):  # type: ignore[misc]

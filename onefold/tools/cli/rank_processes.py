@@ -21,7 +21,7 @@ from onefold.stop_signals import EXIT_CODES, STOP_SECONDS, STOP_SECONDS_FILE
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ is in `rank_script.py`.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret
+from onefold.storage.file_lock import lock_file
 from onefold.tools.cli.rank_processes import EXIT_FAILED, print_error, report_failure, report_signal
 from onefold.tools.cli.rank_script import PROGRAM_RANK, PYTHON_RANK
 
@@ -268,12 +268,12 @@ def _locked_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
     """
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/lock"):
         with suppress(OSError), open(lock, "r+") as file:  # in use, or of another user
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, wait=False)
             shutil.rmtree(lock.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder:
         part = os.path.join(folder, "lock.part")
         with open(part, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file)
             os.rename(part, os.path.join(folder, "lock"))  # other launchers find it locked
             yield folder
 
