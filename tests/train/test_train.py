@@ -286,6 +286,8 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     assert load_file(tmp_path / "run/model/model.safetensors").keys() == GPT(PRESETS["tiny"]).state_dict().keys()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, 9))
+    assert re.search(r"step     8/8 .*  [\d,]+ tokens/s \([\d,]+ per rank\)  memory", stdout), "and no MFU of a CPU"
+    assert {step["mfu"] for step in steps} == {None}
     assert [step["step"] for step in steps if step["held_out_loss"] is not None] == [4]
     assert steps[0]["loss"] == pytest.approx(np.log(256), abs=0.3)  # before a step every byte is as likely
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
@@ -295,6 +297,7 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     run = RunFile.read(tmp_path / "run")
     assert [row.step for row in run.steps] == list(range(1, 9))
     assert (run.facts["steps"], run.facts["name"]) == (8, "GPT tiny")
+    assert {row.tokens for row in run.steps} == {2 * 2 * 4 * 64}, "ranks, micro-steps, sequences, bytes"
     assert run.end is not None
     assert run.end["reason"] == "closed"
     assert f"report: {tmp_path}/run/report.html" in stdout
