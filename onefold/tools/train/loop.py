@@ -31,8 +31,9 @@ from onefold.runtime import unsharded_shape
 from onefold.stop_signals import SAME_SIGNAL_SECONDS
 from onefold.tools.pages.page import write_page
 from onefold.tools.train.data import DataError
-from onefold.tools.train.options import PreparedConfig, TrainOptions, prepare_config, write_settings
+from onefold.tools.train.options import PreparedConfig, TrainOptions, prepare_config
 from onefold.tools.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
+from onefold.tools.train.recipe import write_recipe
 from onefold.tools.train.task import Task, choose_task
 from onefold.tools.train.tokens import NOT_PREDICTED
 
@@ -47,7 +48,7 @@ def train(options: TrainOptions) -> bool:
     task = choose_task(options)
     options = count_steps(options, task)
     if os.environ.get("RANK", "0") == "0":
-        write_settings(options)
+        write_recipe(options)
     prepared = prepare_config(options, on_gpus=torch.cuda.is_available())
     prepared = with_own_keys(prepared, options.folder)
     with stop_on_interrupt() as stop_asked:
@@ -79,7 +80,9 @@ def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
     if options.epochs is None:
         return options
     if task.num_rows is None:
-        raise DataError("--epochs needs rows of JSON (.jsonl), because text is sampled at random. Give --steps.")
+        raise DataError(
+            "--epochs needs rows (.jsonl, .json, .parquet), because text is sampled at random. Give --steps."
+        )
     config = load_config(prepare_config(options, on_gpus=torch.cuda.is_available()).document)
     batch = solve_batch(config, int(os.environ.get("WORLD_SIZE", "1"))).train
     return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
