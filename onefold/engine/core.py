@@ -128,6 +128,7 @@ class Engine(nn.Module):
         """Call the model."""
         self.state.check_present()
         self._shared.check_present()
+        self._reports.see_inputs(kwargs)
         precision = self.plan.precision
         if precision.casts_inputs:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
@@ -397,6 +398,13 @@ class Engine(nn.Module):
     def note_run(self, **facts: Any) -> None:
         """Add facts to the record of the run, if there is one. `steps` is the number of steps of the run."""
         self._reports.note(**facts)
+
+    def count_tokens(self, tokens: int, row_length: int) -> None:
+        """Report the tokens of this rank's micro-step, in rows of this length. See "Tokens per second" in the docs.
+
+        Call it before `step()`. Without it, the `input_ids` of forwards are counted.
+        """
+        self._reports.count_tokens(tokens, row_length)
 
     # -- compiling, attributes and the end ----------------------------------------------------------------------
 
