@@ -66,6 +66,12 @@ def use(case: str) -> Any:
     model = make_model("listed", jitter=0.1 if case == "jitter" else 0.0)
     if case == "state":
         model.blocks[0].forward = _changing(model.blocks[0])
+    elif case == "dropout in experts":
+        for expert in model.blocks[0].experts:
+            expert.down = nn.Sequential(expert.down, nn.Dropout(0.5))
+    elif case == "noisy router":
+        model.blocks[0].gate.register_forward_hook(lambda module, args, output: output + torch.randn_like(output))
+        model.blocks[0].forward = _routing_first(model.blocks[0])
     elif case == "two arguments":
         model.blocks[0].experts[3].forward = lambda rows, scale: rows * scale
         model.blocks[0].forward = lambda x: (model.blocks[0].experts[3](x, 2.0), x)
@@ -85,6 +91,9 @@ def use(case: str) -> Any:
             plain = make_model("listed", jitter=0.1)
             torch.manual_seed(5)
             return loss, plain(**batch).item()
+        if case in ("dropout in experts", "noisy router"):
+            with torch.no_grad():
+                return [engine(**batch).item() for _ in range(2)]
         if case == "places":
             inside = []
             model.head.register_forward_pre_hook(
@@ -113,6 +122,23 @@ def _changing(block: nn.Module) -> Any:
         return forward(block, hidden * len(calls))
 
     return changed
+
+
+def _routing_first(block: nn.Module) -> Any:
+    """Return a forward that draws random numbers after its router has drawn some."""
+    forward = type(block).forward
+
+    def routing_first(hidden: torch.Tensor) -> Any:
+        noise = block.gate(hidden.flatten(0, 1)).softmax(-1).mean()
+        return forward(block, nn.functional.dropout(hidden, 0.5) + noise)
+
+    return routing_first
+
+
+@pytest.mark.parametrize("case", ["dropout in experts", "noisy router"])
+def test_random_numbers_of_children_differ_between_calls(on_ranks, case):
+    for first, second in on_ranks(2, use, case):
+        assert first != second
 
 
 def test_other_children_compute_once_and_noise_is_the_same(on_ranks):
