@@ -242,7 +242,7 @@ BUDGETS = {
     "checkpoint": 5_370,
     "comm": 4_300,
     "compat": 5_710,
-    "config": 3_670,
+    "config": 3_690,
     "engine": 3_660,
     "fp8": 910,
     "fsdp": 1_100,
