@@ -1588,9 +1588,16 @@ MUTATIONS = [
     Mutation(
         "other-noise-in-the-second-run",
         "onefold/moe/listed_experts.py",
-        "        random.restore()\n",
+        "        start.restore()\n",
         "",
         "test_listed_experts.py -k noise_is_the_same",
+    ),
+    Mutation(
+        "noise-of-experts-drawn-again",
+        "onefold/moe/listed_experts.py",
+        "        end.restore()\n",
+        "",
+        "test_listed_experts.py -k random_numbers",
     ),
     Mutation(
         "experts-of-another-part",

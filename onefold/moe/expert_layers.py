@@ -79,7 +79,7 @@ def experts(module: nn.Module, count: str = _COUNT, *, parallel_size: int | None
     return module
 
 
-def asked_parallel_size(model: nn.Module) -> int | None:
+def requested_parallel_size(model: nn.Module) -> int | None:
     """Return the `parallel_size` of the marked layers of a model, or None. Raise if they ask for different sizes."""
     asked = {name: size for name, module in model.named_modules() if (size := getattr(module, _SIZE, None)) is not None}
     if len(set(asked.values())) > 1:
