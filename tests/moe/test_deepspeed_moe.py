@@ -73,6 +73,16 @@ def test_the_layer_gates_as_gshard(k, factor, minimum, trains):
     torch.testing.assert_close(ours.grad.flatten(0, 1), plain.grad)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "factor", "capacity"),
+    [(400, 8, 1, 1.1, 55), (400, 8, 2, 1.1, 110), (15, 4, 1, 1.0, 4), (100, 8, 1, 1.25, 16), (7, 8, 2, 1.0, 4)],
+)
+def test_capacities_are_rounded_as_in_deepspeed(tokens, num_experts, k, factor, capacity):
+    """The numbers are those of DeepSpeed 0.19.8, which computes in fp32. In fp64, the first two are 56 and 111."""
+    gate = MoE(WIDTH, Expert(), num_experts, k=k, capacity_factor=factor).deepspeed_moe.gate
+    assert gate.capacity(tokens) == capacity
+
+
 def test_tokens_are_kept_at_random_and_second_experts_sampled():
     torch.manual_seed(0)
     tokens = torch.randn(64, WIDTH)
