@@ -253,7 +253,7 @@ BUDGETS = {
     "recovery": 1_130,
     "report": 2_010,
     "runtime": 6_480,
-    "moe": 1_000,
+    "moe": 1_180,
     "sequence": 1_300,
     "tools": 10_950,
     "storage": 570,
