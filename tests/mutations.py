@@ -1593,6 +1593,13 @@ MUTATIONS = [
         "test_listed_experts.py -k noise_is_the_same",
     ),
     Mutation(
+        "gradients-exchanged-before-recomputing",
+        "onefold/moe/expert_ranks.py",
+        "        _ = ctx.saved_tensors",
+        "        pass",
+        "test_listed_experts.py -k marked_list",
+    ),
+    Mutation(
         "noise-of-experts-drawn-again",
         "onefold/moe/listed_experts.py",
         "        end.restore()\n",

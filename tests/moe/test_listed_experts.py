@@ -10,6 +10,7 @@ import torch
 from expert_cases import batch_of, make_model, save_and_load, settings_of, train_beside_torch, weights_of
 from models import more, rank, start
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.plan.layout import Layout
@@ -177,19 +178,25 @@ class OneList(nn.Module):
 
 
 class Marked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, recomputes: bool) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.first = nn.Linear(16, 16)
         self.experts_of_mine = onefold.experts(OneList(), parallel_size=2)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         index = torch.arange(len(tokens)) % 3
-        return self.experts_of_mine(self.first(tokens), index).square().mean()
+        rows = self.first(tokens)
+        if self.recomputes:
+            output = checkpoint(self.experts_of_mine, rows, index, use_reentrant=False)
+        else:
+            output = self.experts_of_mine(rows, index)
+        return output.square().mean()
 
 
-def train_marked() -> tuple[list[float], list[float], int, bool]:
+def train_marked(recomputes: bool) -> tuple[list[float], list[float], int, bool]:
     torch.manual_seed(1)
-    model = Marked()
+    model = Marked(recomputes)
     plain = copy.deepcopy(model)
     engine = start(model, settings_of(3, 1))  # the mark asks for two parts
     batches = [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step)) for step in range(3)]
@@ -218,8 +225,9 @@ def train_marked() -> tuple[list[float], list[float], int, bool]:
     return losses, expected, size, same
 
 
-def test_a_marked_list_trains_without_tokens_on_a_rank(on_ranks):
-    for losses, expected, size, same in on_ranks(2, train_marked):
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_marked_list_trains_without_tokens_on_a_rank(on_ranks, recomputes):
+    for losses, expected, size, same in on_ranks(2, train_marked, recomputes):
         assert losses == pytest.approx(expected, abs=1e-6)
         assert size == 2
         assert same
