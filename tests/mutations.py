@@ -1574,8 +1574,8 @@ MUTATIONS = [
     Mutation(
         "experts-of-the-first-part",
         "onefold/checkpoint/deepspeed/expert_files.py",
-        "self.part * len(numbers[match['list']])",
-        "0 * len(numbers[match['list']])",
+        "self.part * number // self.num_parts",
+        "0 * number // self.num_parts",
         "test_deepspeed_moe.py -k checkpoints_have_all_experts",
     ),
     Mutation(

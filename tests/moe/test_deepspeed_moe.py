@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,15 +199,24 @@ def train_one_layer() -> bool:
 # -- checkpoints of DeepSpeed ------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_have_all_experts():
+def copy_checkpoint(folder: Path, name: str = "moe_stage2") -> Path:
+    """Copy a checkpoint with the files of experts that both have. Return the folder of its step."""
+    shutil.copytree(FIXTURE / "moe_stage2", folder)
+    shutil.copytree(FIXTURE / name, folder, dirs_exist_ok=True)
+    return folder / "global_step3"
+
+
+@pytest.mark.parametrize("name", ["moe_stage2", "moe_stage2_cut"])
+def test_checkpoints_have_all_experts(tmp_path, name):
     expected = load_file(FIXTURE / "moe_stage2" / "expected.safetensors")
-    found = read_checkpoint(FIXTURE / "moe_stage2")
+    copy_checkpoint(tmp_path / "saved", name)
+    found = read_checkpoint(tmp_path / "saved")
     tensors = dict(found.tensors())
     assert {name.removeprefix("model/") for name in tensors if name.startswith("model/")} == expected.keys()
     for name, value in expected.items():
         assert torch.equal(tensors[f"model/{name}"], value), name
         assert tensors[f"optimizer/{name}/exp_avg"].shape == value.shape
-        assert found.parameters[name] == ("deepspeed_experts" in name)
+        assert bool(found.parameters[name]) == ("deepspeed_experts" in name)
 
 
 def resume_from_deepspeed(folder: str, stage: int) -> list[float]:
@@ -238,10 +248,7 @@ def test_training_continues_as_deepspeed_did(on_ranks, tmp_path, stage):
 
 
 def test_files_of_experts_that_do_not_fit_are_named(tmp_path):
-    import shutil
-
-    shutil.copytree(FIXTURE / "moe_stage2", tmp_path / "saved")
-    step = tmp_path / "saved" / "global_step3"
+    step = copy_checkpoint(tmp_path / "saved")
     one, other = (step / f"layer_1_expert_{expert}_mp_rank_00_model_states.pt" for expert in (1, 3))
     kept = one.read_bytes()
     one.unlink()
@@ -254,4 +261,40 @@ def test_files_of_experts_that_do_not_fit_are_named(tmp_path):
     first = step / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     first.write_bytes((step / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes())
     with pytest.raises(ValueError, match="is not that of its file of experts"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def rewrite(file: Path, change: Any) -> None:
+    """Change the content of a file of DeepSpeed, of which this test uses plain values and tensors."""
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def test_more_experts_than_files_are_refused(tmp_path):
+    step = copy_checkpoint(tmp_path / "saved")
+    rewrite(step / "mp_rank_00_model_states.pt", lambda content: content.update(num_experts=[4, 10**12]))
+    with pytest.raises(ValueError, match=r"num_experts is \[4, 1000000000000\], but there are 8 files of experts"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def test_a_trained_expert_without_a_weight_is_named(tmp_path):
+    step = copy_checkpoint(tmp_path / "saved")
+    name = "layers.0.deepspeed_moe.experts.deepspeed_experts.2.up.bias"
+    rewrite(step / "layer_0_expert_2_mp_rank_00_model_states.pt", lambda content: content.pop(name))
+    with pytest.raises(ValueError, match=f"the master weight of '{name}' is not that of its file of experts"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def test_files_of_other_versions_are_accepted_or_explained(tmp_path):
+    """Some versions write a file of experts without an optimizer under ZeRO, and no shapes of parameters."""
+    step = copy_checkpoint(tmp_path / "saved")
+    torch.save({"optimizer": None}, step / "expp_rank_1_mp_rank_00_optim_states.pt")
+    assert read_checkpoint(tmp_path / "saved").parameters
+    torch.save({"optimizer": {"state": {}}}, step / "expp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match=r"experts \(MoE\) of stage 0 are not supported"):
+        read_checkpoint(tmp_path / "saved")
+    (step / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    rewrite(step / "mp_rank_00_model_states.pt", lambda content: content.pop("param_shapes"))
+    with pytest.raises(ValueError, match="has no param_shapes, which name the parameters of the flat vectors"):
         read_checkpoint(tmp_path / "saved")
