@@ -37,7 +37,10 @@ class Routing:
 
 
 class TopKGate(nn.Module):
-    """Chooses one or two experts for each token. See [Note: gating within a capacity]."""
+    """Chooses one or two experts for each token. See [Note: gating within a capacity].
+
+    The arguments are those of DeepSpeed. A call returns a `Routing` instead of one-hot tensors.
+    """
 
     def __init__(
         self,

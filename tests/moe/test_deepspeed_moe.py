@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_cases import make_model, settings_of, train_beside_torch
-from listed_cases import WIDTH, Expert
+from listed_cases import WIDTH, BiasedExpert, Expert
 from models import more, start
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +24,7 @@ import onefold
 from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.deepspeed.zero_checkpoint import read_checkpoint
 from onefold.compat import moe_utils
-from onefold.compat.moe_layer import MoE
+from onefold.compat.moe_layer import Experts, MoE, MOELayer
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "deepspeed"
 SPEC = importlib.util.spec_from_file_location("moe_fixture", FIXTURE / "moe_model.py")
@@ -110,6 +110,25 @@ def test_noise_is_for_training_only(policy):
     assert torch.equal(plain.weights, same.weights)
 
 
+def test_the_parts_of_the_layer_have_the_contracts_of_deepspeed():
+    torch.manual_seed(0)
+    layer, x = MoE(WIDTH, Expert(), 4, k=2, top2_2nd_expert_sampling=False), torch.randn(2, 8, WIDTH)
+    output, loss, counts = layer(x)
+    inner = layer.deepspeed_moe
+    assert inner.l_aux is loss
+    assert inner.exp_counts is counts
+    made = MOELayer(inner.gate, inner.experts, "ep_size_1", 1, 4)
+    torch.testing.assert_close(made(x), output)
+    assert (made.ep_group_name, made.ep_size, made.num_local_experts) == ("ep_size_1", 1, 4)
+    with pytest.raises(ValueError, match="the gate chooses among 4 experts, but the list has 2"):
+        MOELayer(inner.gate, Experts(Expert(), 2), "ep_size_2", 2, 2)
+    one, two = Experts(Expert()), Experts(BiasedExpert(), 2, "ep_size_1")
+    assert len(one.deepspeed_experts) == one.num_local_experts == 1
+    chunks = torch.randn(1, 4, 3, WIDTH)
+    expected = [expert(chunk) for expert, chunk in zip(two.deepspeed_experts, chunks.chunk(2, dim=1), strict=True)]
+    torch.testing.assert_close(two(chunks), torch.cat(expected, dim=1))
+
+
 def test_unused_tokens_and_tokens_that_are_never_dropped():
     torch.manual_seed(0)
     x = torch.randn(1, 8, WIDTH)
@@ -159,6 +178,7 @@ def test_parameters_of_experts_have_groups_of_their_own():
     ]
     assert [moe_utils.is_moe_param_group(group) for group in groups] == [False, True]
     assert moe_utils.configure_moe_param_groups(parameters)[0]["name"] == "dense-params"
+    assert moe_utils.configure_moe_param_groups(groups) is groups  # they are split already
     for parameter in of_experts[:5]:
         parameter.grad = torch.zeros_like(parameter)
     found = moe_utils.split_params_grads_into_shared_and_expert_params(parameters)
@@ -168,8 +188,8 @@ def test_parameters_of_experts_have_groups_of_their_own():
 @pytest.mark.parametrize(
     ("changes", "keys", "stage"),
     [
-        ({"capacity_factor": 0.5, "use_residual": True}, {}, 3),
-        more({"k": 1, "capacity_factor": 0.5}, {}, 3),
+        ({"capacity_factor": 0.5, "use_residual": True, "returns_bias": True}, {}, 3),
+        more({"k": 1, "capacity_factor": 0.5, "use_residual": True}, {}, 3),
         more({"k": 1, "ep_size": 2, "min_capacity": 1}, {"gradient_accumulation_steps": 2}, 2),
         more({"drop_tokens": False}, {}, 1),
     ],
