@@ -1600,6 +1600,13 @@ MUTATIONS = [
         "test_listed_experts.py -k marked_list",
     ),
     Mutation(
+        "tokens-that-differ-from-themselves",
+        "onefold/moe/listed_experts.py",
+        "equal_nan=True",
+        "equal_nan=False",
+        "test_listed_experts.py -k not_numbers",
+    ),
+    Mutation(
         "noise-of-experts-drawn-again",
         "onefold/moe/listed_experts.py",
         "        end.restore()\n",
