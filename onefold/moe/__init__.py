@@ -1,6 +1,6 @@
 """Expert parallelism: the ranks of a group have different experts, and send each other the tokens for them."""
 
-from onefold.moe.active_parameters import ParameterCounts, count_parameters, describe_layers
+from onefold.moe.active_parameters import ParameterCounts, count_parameters, describe_layers, experts_per_token
 from onefold.moe.divided_experts import ExpertParallel, make_expert_parallel
 from onefold.moe.expert_layers import (
     ExpertLayer,
@@ -21,6 +21,7 @@ __all__ = [
     "expert_layers",
     "expert_parameters",
     "experts",
+    "experts_per_token",
     "make_expert_parallel",
     "requested_parallel_size",
 ]
