@@ -24,14 +24,22 @@ from onefold.comm import (
     world_detector,
 )
 from onefold.comm.wait_notes import INITIALIZE
-from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
+from onefold.config import (
+    Config,
+    ConfigError,
+    check_built,
+    check_topology,
+    load_config,
+    solve_batch,
+    with_expert_parallel_size,
+)
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
 from onefold.engine.rank_consistency import facts_to_compare
 from onefold.engine.step_reports import check_reports
 from onefold.fp8 import unwrap_weights
 from onefold.log import logger, set_up_logging
-from onefold.moe import asked_parallel_size
+from onefold.moe import requested_parallel_size
 from onefold.optim.choose import Optimizers, choose, fit_to_plan
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.schedules import prepare_scheduler
@@ -68,7 +76,7 @@ def initialize(
     if dist.is_initialized():
         world_detector()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
     settings = _with_mesh(read_config(_config_source(args, config, config_params)), mpu, mesh_param)
-    settings = _with_experts(settings, asked_parallel_size(model))
+    settings = with_expert_parallel_size(settings, requested_parallel_size(model))
     check_built(settings)
     init_distributed(
         distributed_port=distributed_port,
@@ -176,19 +184,6 @@ def _with_mesh(settings: Config, mpu: Any, mesh_param: Any) -> Config:
     if size != 1 and given not in (1, size):
         raise ValueError(f"sequence_parallel_size is {given} in the config, but {size} in mpu or mesh_param. Use one.")
     return replace(settings, sequence_parallel_size=max(size, given))
-
-
-def _with_experts(settings: Config, size: int | None) -> Config:
-    """Return the config with the expert parallelism that the layers of the model ask for."""
-    given = settings.expert_parallel_size
-    if size is None or given == size:
-        return settings
-    if given > 1:
-        raise ConfigError(
-            f"expert_parallel_size is {given} in the config, but the expert layers of the model ask for {size}. Use "
-            "one of the two."
-        )
-    return replace(settings, onefold=replace(settings.onefold, expert_parallel_size=size))
 
 
 def _check_mesh(mpu: Any, mesh_param: Any, size: int) -> None:

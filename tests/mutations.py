@@ -1574,8 +1574,8 @@ MUTATIONS = [
     Mutation(
         "experts-of-the-first-part",
         "onefold/checkpoint/deepspeed/expert_files.py",
-        "self.part * len(numbers[match['list']])",
-        "0 * len(numbers[match['list']])",
+        "self.part * number // self.num_parts",
+        "0 * number // self.num_parts",
         "test_deepspeed_moe.py -k checkpoints_have_all_experts",
     ),
     Mutation(
@@ -1588,9 +1588,30 @@ MUTATIONS = [
     Mutation(
         "other-noise-in-the-second-run",
         "onefold/moe/listed_experts.py",
-        "        random.restore()\n",
+        "        start.restore()\n",
         "",
         "test_listed_experts.py -k noise_is_the_same",
+    ),
+    Mutation(
+        "gradients-exchanged-before-recomputing",
+        "onefold/moe/expert_ranks.py",
+        "        _ = ctx.saved_tensors",
+        "        pass",
+        "test_listed_experts.py -k marked_list",
+    ),
+    Mutation(
+        "tokens-that-differ-from-themselves",
+        "onefold/moe/listed_experts.py",
+        "equal_nan=True",
+        "equal_nan=False",
+        "test_listed_experts.py -k not_numbers",
+    ),
+    Mutation(
+        "noise-of-experts-drawn-again",
+        "onefold/moe/listed_experts.py",
+        "        end.restore()\n",
+        "",
+        "test_listed_experts.py -k random_numbers",
     ),
     Mutation(
         "experts-of-another-part",

@@ -239,10 +239,10 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 6_190,
+    "checkpoint": 6_220,
     "comm": 4_300,
-    "compat": 5_710,
-    "config": 3_670,
+    "compat": 5_760,
+    "config": 3_690,
     "engine": 3_790,
     "fp8": 910,
     "fsdp": 1_100,
@@ -253,7 +253,7 @@ BUDGETS = {
     "recovery": 1_130,
     "report": 2_200,
     "runtime": 6_480,
-    "moe": 1_180,
+    "moe": 1_210,
     "sequence": 1_300,
     "tools": 11_750,
     "storage": 620,
