@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,8 @@ class CommandHelp(Directive):
         section += nodes.title("", "", nodes.literal("", name))
         text, _, examples = inspect.cleandoc(COMMANDS[path].add_arguments.__doc__ or "").partition("\n\nexamples:\n")
         section += _prose(text)
-        section += _code(re.sub(r"\s+", " ", parser.format_usage()).strip())
+        usage = re.sub(r"\s+", " ", parser.format_usage()).strip()
+        section += _code(textwrap.fill(usage, 88, subsequent_indent="    ", break_on_hyphens=False))
         rows = [(_invocation(action), _meaning(action)) for action in _actions(parser)]
         if rows:
             section += _table(rows)

@@ -33,10 +33,11 @@ include_patterns = site_pages()
 myst_heading_anchors = 4
 
 highlight_language = "none"
+smartquotes = False  # they would turn -- of options into a dash
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_copy_source = False
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
