@@ -1609,8 +1609,8 @@ MUTATIONS = [
     Mutation(
         "copy-that-one-node-lacks",
         "onefold/tools/cli/copy_keeper.py",
-        "if all(name in names for names in of_others)",
-        "if True",
+        'if all(exchange(f"ready/{name}", is_ready)):',
+        'if exchange(f"ready/{name}", is_ready)[node]:',
         "test_copy_keeper.py -k damaged_on_one_node",
     ),
     Mutation(
@@ -1626,5 +1626,26 @@ MUTATIONS = [
         'f"copies/{first.hex()}/{second.hex()}/{name}"',
         'f"copies/{name}"',
         "test_copy_keeper.py -k replayed",
+    ),
+    Mutation(
+        "metadata-of-dcp-names-anything",
+        "onefold/checkpoint/dcp/dcp_metadata.py",
+        'require(found is not None, f"requests {full}")',
+        "found = super().find_class(module, name) if found is None else found",
+        "test_dcp.py -k malicious",
+    ),
+    Mutation(
+        "chunk-of-dcp-missing",
+        "onefold/checkpoint/dcp/dcp_metadata.py",
+        "if not covered.all():",
+        "if False:",
+        "test_dcp.py -k damaged",
+    ),
+    Mutation(
+        "steps-of-dcp-forgotten",
+        "onefold/checkpoint/dcp/dcp_checkpoint.py",
+        'steps.add(_step(folder, found.pop("step")))',
+        'found.pop("step")',
+        "test_dcp.py -k layout",
     ),
 ]

@@ -25,7 +25,8 @@ experts of other ranks are placeholders while part i is gathered.
 A router has chosen k experts for each token. A rank sorts the k copies of its tokens by expert, sends the number of
 tokens of each expert, and then the tokens. The layer computes the tokens that have arrived, with a weight of 1, and
 sends the results back. The rank of the token multiplies them by the weights of the router, and adds the k results. In
-backward, gradients take the same path. A rank whose experts get no token computes one row of zeros, so that its
+backward, gradients take the same path. The shared expert of a block computes while tokens travel to their experts
+([Note: shared experts compute early]). A rank whose experts get no token computes one row of zeros, so that its
 gradients are ready when those of other ranks are.
 """
 
@@ -43,6 +44,7 @@ from onefold.moe.expert_layers import ExpertLayer
 from onefold.moe.expert_ranks import ExpertRanks
 from onefold.moe.listed_experts import ListedExperts
 from onefold.moe.replaced_forward import ReplacedForward
+from onefold.moe.shared_experts import SharedExperts, shared_experts_of
 from onefold.moe.stacked_experts import StackedExperts
 from onefold.moe.token_exchange import TokenExchange
 
@@ -67,7 +69,9 @@ class ExpertParallel:
             ranks = ExpertRanks(group, ledger, device)
             for number, layer in enumerate(layers):
                 active[layer.module] = {}
-                make = _divided(layer, TokenExchange(layer, number, ranks), active[layer.module])
+                shared = shared_experts_of(model, layer)
+                self._forwards += shared.forwards if shared is not None else []
+                make = _divided(layer, TokenExchange(layer, number, ranks), active[layer.module], shared)
                 self._forwards.append(ReplacedForward(layer.module, make))
         self._forwards += adapt_experts(model, active)
 
@@ -99,13 +103,13 @@ def make_expert_parallel(
 
 
 def _divided(
-    layer: ExpertLayer, exchange: TokenExchange, active: Active
+    layer: ExpertLayer, exchange: TokenExchange, active: Active, shared: SharedExperts | None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a function that makes the forward of a layer whose tokens are computed by other ranks."""
 
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         if layer.is_list:
             return ListedExperts(layer, exchange, forward)
-        return StackedExperts(layer, exchange, forward, active)
+        return StackedExperts(layer, exchange, forward, active, shared)
 
     return make

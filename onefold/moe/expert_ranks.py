@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onefold.comm import Agreement, AllGatherOp, Group, Ledger, PeerExchange, make_collective
+from onefold.comm import Agreement, AllGatherOp, Group, Ledger, PeerExchange, Pending, make_collective
 
 # What ranks wait for. Different names let the hang detector compare ranks.
 ROUTING, TOKENS = "the routing of tokens to experts", "the tokens of experts"
@@ -31,10 +32,10 @@ class ExpertRanks:
         rows: list[list[int]] = output.view(self.size, -1).tolist()
         return rows
 
-    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send the first `sent[0]` rows to rank 0, the next ones to rank 1 and so on. Return the received rows."""
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        outgoing, incoming = rows.contiguous().split(list(sent)), arrived.split(list(received))
+    def start_exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> TokensInFlight:
+        """Start to send the first `sent[0]` rows to rank 0, the next ones to rank 1 and so on."""
+        rows, arriving = rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])
+        outgoing, incoming = rows.split(list(sent)), arriving.split(list(received))
         incoming[self.rank].copy_(outgoing[self.rank])
         peers = [
             PeerExchange(peer, outgoing[peer], incoming[peer])
@@ -42,24 +43,94 @@ class ExpertRanks:
             for peer in [(self.rank + distance) % self.size]
         ]
         with self._agreement.guard.waiting_for(TOKENS):
-            self._collective.start_peer_exchange(peers, "tokens").finish()
-        return arrived
+            return TokensInFlight(arriving, rows, self._collective.start_peer_exchange(peers, "tokens"))
+
+    def finish_exchange(self, tokens: TokensInFlight) -> None:
+        """Wait until the rows in `tokens.arriving` may be used."""
+        with self._agreement.guard.waiting_for(TOKENS):
+            tokens.pending.finish()
 
 
-class ExchangeTokens(torch.autograd.Function):
-    """Sends rows to other ranks. Its backward returns their gradients.
+@dataclass
+class TokensInFlight:
+    """Rows that ranks send each other. It holds both buffers until the exchange is finished."""
 
-    `anchor` requires a gradient. It makes every rank run the backward, if the rows of only some ranks require one.
+    arriving: Tensor
+    outgoing: Tensor
+    pending: Pending
+
+
+def exchange_tokens(
+    ranks: ExpertRanks,
+    rows: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    anchor: Tensor | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Send the first `sent[0]` rows to rank 0, the next ones to rank 1 and so on. Return the received rows.
+
+    `meanwhile` runs while they travel. Autograd sends the gradients of rows back, and runs the backward of `meanwhile`
+    while they travel. `anchor` requires a gradient. It makes every rank run the backward, if the rows of only some
+    ranks require one.
     """
+    travel = _Travel(ranks, sent, received)
+    arriving: Tensor = _Send.apply(travel, rows, anchor)  # type: ignore[no-untyped-call]
+    meanwhile()
+    arrived: Tensor = _Receive.apply(travel, arriving)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class _Travel:
+    """The exchange of rows in forward, and of their gradients in backward."""
+
+    def __init__(self, ranks: ExpertRanks, sent: Sequence[int], received: Sequence[int]) -> None:
+        self._ranks, self._sent, self._received = ranks, sent, received
+        self._in_flight: TokensInFlight | None = None
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Start to send rows. Return the buffer for those that arrive."""
+        self._in_flight = self._ranks.start_exchange(rows, self._sent, self._received)
+        return self._in_flight.arriving
+
+    def start_back(self, gradients: Tensor) -> None:
+        """Start to send the gradients of the rows back."""
+        self._in_flight = self._ranks.start_exchange(gradients, self._received, self._sent)
+
+    def finish(self) -> Tensor:
+        """Wait for the exchange that was started, and return what has arrived."""
+        in_flight, self._in_flight = self._in_flight, None
+        assert in_flight is not None
+        self._ranks.finish_exchange(in_flight)
+        return in_flight.arriving
+
+
+class _Send(torch.autograd.Function):
+    """Starts to send rows. Its backward waits for their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ranks: ExpertRanks, rows: Tensor, sent: Sequence[int], received: Sequence[int], anchor: Tensor | None
-    ) -> Tensor:
-        ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
-        return ranks.exchange(rows, sent, received)
+    def forward(ctx: Any, travel: _Travel, rows: Tensor, anchor: Tensor | None) -> Tensor:
+        ctx.travel = travel
+        return travel.start(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.ranks.exchange(gradient, ctx.received, ctx.sent), None, None, None
+    def backward(ctx: Any, sent_back: Tensor) -> tuple[Any, ...]:
+        return None, ctx.travel.finish(), None
+
+
+class _Receive(torch.autograd.Function):
+    """Waits for rows. Its backward starts to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, travel: _Travel, arriving: Tensor) -> Tensor:
+        ctx.travel = travel
+        travel.finish()
+        ctx.mark_dirty(arriving)
+        return arriving
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:
+        ctx.travel.start_back(gradients)
+        return None, gradients

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onefold.moe.adapted_experts import Active, adapted
 from onefold.moe.expert_layers import ExpertLayer
+from onefold.moe.shared_experts import SharedExperts
 from onefold.moe.token_exchange import Arriving, TokenExchange
 from onefold.runtime.expert_parts import part_attached
 
@@ -18,10 +19,15 @@ class StackedExperts:
     """The forward of a layer with stacked experts, which is called for the own experts of each rank."""
 
     def __init__(
-        self, layer: ExpertLayer, exchange: TokenExchange, forward: Callable[..., Tensor], adapters: Active
+        self,
+        layer: ExpertLayer,
+        exchange: TokenExchange,
+        forward: Callable[..., Tensor],
+        adapters: Active,
+        shared: SharedExperts | None,
     ) -> None:
         self._layer, self._exchange, self._forward = layer, exchange, forward
-        self._adapters = adapters
+        self._adapters, self._shared = adapters, shared
 
     def __call__(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         index, weights = (*routing, *named.values())
@@ -38,8 +44,12 @@ class StackedExperts:
         def compute(arrived: Tensor, arriving: Arriving) -> Tensor:
             return self._compute(arrived, arriving, weights.dtype)
 
+        def compute_shared() -> None:
+            if self._shared is not None:
+                self._shared.compute_early(tokens)
+
         copies = tokens[order // index.shape[1]]
-        returned = self._exchange.compute(copies, counts, index.shape[1], trains, compute)
+        returned = self._exchange.compute(copies, counts, index.shape[1], trains, compute, compute_shared)
         results = returned[order.argsort()].view(*index.shape, tokens.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype).view(hidden_states.shape)
 

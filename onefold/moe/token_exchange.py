@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onefold.moe.expert_layers import ExpertLayer
-from onefold.moe.expert_ranks import ExchangeTokens, ExpertRanks
+from onefold.moe.expert_ranks import ExpertRanks, exchange_tokens
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Numbers of rows that a rank receives: of each rank, for each of its own experts.
@@ -34,19 +34,19 @@ class TokenExchange:
         num_choices: int,
         trains: bool,
         experts: Callable[[Tensor, Arriving], Tensor],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Return the results of the experts for the rows of this rank.
 
         `rows` are sorted by expert, `counts` has their number for each expert. `experts` computes the rows that arrive
-        at this rank, by rank and own expert. `num_choices` is the number of experts of a token.
+        at this rank, by rank and own expert. `num_choices` is the number of experts of a token. `meanwhile` runs while
+        rows travel to the experts.
         """
         sent, arriving = self._route(rows, counts, num_choices)
         received = [sum(part) for part in arriving]
-        arrived: Tensor = ExchangeTokens.apply(self._ranks, rows, sent, received, None)  # type: ignore[no-untyped-call]
-        computed = experts(arrived, arriving)
+        computed = experts(exchange_tokens(self._ranks, rows, sent, received, meanwhile=meanwhile), arriving)
         anchor = rows.new_zeros((), requires_grad=True) if trains and torch.is_grad_enabled() else None
-        returned: Tensor = ExchangeTokens.apply(self._ranks, computed, received, sent, anchor)  # type: ignore[no-untyped-call]
-        return returned
+        return exchange_tokens(self._ranks, computed, received, sent, anchor)
 
     def _route(self, rows: Tensor, counts: Tensor | Sequence[int], num_choices: int) -> tuple[list[int], Arriving]:
         """Return the numbers of rows sent to each rank, and those received from each rank for each own expert."""

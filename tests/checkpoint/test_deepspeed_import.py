@@ -23,10 +23,10 @@ import pytest
 import torch
 from covering import covering
 
-from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.deepspeed.torch_files import RefusedPickle, StandIn, read_torch_file
 from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, read_checkpoint
 from onefold.checkpoint.format.safetensors_files import SafetensorsReader
+from onefold.checkpoint.tools.import_checkpoint import import_deepspeed
 from onefold.optim.loss_scale import DynamicLossScale
 from onefold.tools.cli.main import main
 

@@ -83,10 +83,24 @@ def make_model(kind: str, **changes: Any) -> nn.Module:
         "Mixtral": {"intermediate_size": 64, "num_local_experts": NUM_EXPERTS},
         "Qwen3Moe": {"intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": NUM_EXPERTS},
         "GptOss": {"intermediate_size": 64, "num_local_experts": NUM_EXPERTS},
+        "Qwen2Moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "num_experts": NUM_EXPERTS},
+        "DeepseekV3": {
+            "moe_intermediate_size": 64,
+            "n_routed_experts": NUM_EXPERTS,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 2,
+        },
     }
     recomputes = changes.pop("recomputes", False)
     settings = getattr(transformers, f"{kind}Config")(
-        **sizes, **heads, **losses, **experts[kind], use_cache=False, **changes
+        **{**sizes, **heads, **losses, **experts[kind], "use_cache": False, **changes}
     )
     model: Any = getattr(transformers, f"{kind}ForCausalLM")(settings)
     if recomputes:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.deepspeed.zero_checkpoint import read_checkpoint
+from onefold.checkpoint.tools.import_checkpoint import import_deepspeed
 from onefold.compat import moe_utils
 from onefold.compat.moe_layer import MoE
 

@@ -106,6 +106,10 @@ class DeepSpeedCheckpoint:
     """The plain data, with the keys optimizer, lr_scheduler, loss_scale, counters and client_state."""
     sources: Sequence[PartitionedTensor]
 
+    @property
+    def writer(self) -> str:
+        return f"imported from DeepSpeed, {self.world_size} ranks"
+
     def entries(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
         """Iterate over the names, dtypes and shapes of the tensors without reading them."""
         for source in self.sources:

@@ -32,6 +32,8 @@ _CLI = "onefold.tools.cli"
 _CKPT = "onefold.tools.cli.checkpoint_commands"
 COMMANDS = {
     "train": Command("fine-tune a Hugging Face model, or train a small GPT", job.train, f"{_CLI}.train:train"),
+    "merge": Command("merge a trained adapter into its model", job.merge, f"{_CLI}.trained_models:merge"),
+    "chat": Command("chat with a trained model", job.chat, f"{_CLI}.trained_models:chat"),
     "launch": Command("start your script on every GPU", job.launch, f"{_CLI}.launch:launch"),
     "plan": Command(
         "forecast memory, traffic and time, and recommend a setting", machine.plan, f"{_CLI}.plan_command:plan"
@@ -54,6 +56,12 @@ COMMANDS = {
     ),
     "import-deepspeed": Command(
         "convert a DeepSpeed checkpoint", checkpoint.import_deepspeed, f"{_CKPT}:import_checkpoint", True
+    ),
+    "import-dcp": Command(
+        "convert a checkpoint of FSDP2, torchtitan or Accelerate",
+        checkpoint.import_dcp,
+        f"{_CKPT}:import_of_torch",
+        True,
     ),
     "bench": Command("measure this machine, and estimate the cost of offloading", machine.bench),
     "bench tiers": Command("measure bus, host Adam and disk", machine.bench_tiers, f"{_CLI}.bench:bench_tiers"),
