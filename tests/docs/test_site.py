@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -42,6 +44,19 @@ def test_the_parts_of_the_site_are_in_order():
 def test_links_are_read_from_their_page():
     text = "[a](b.md) [c](../d/e.md#f) [g](h.md#i) [b](b.md) [j](k.py) [l](https://m.org/n.md)"
     assert linked_pages("docs/x/y.md", text) == ["docs/x/b.md"]
+
+
+NAMED = re.compile(r"^\.\. auto(\w+):: (\S+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "reference").glob("*.md")), ids=lambda page: page.name)
+def test_the_names_of_the_reference_exist(page):
+    for kind, name in NAMED.findall(page.read_text()):
+        if kind == "module":
+            importlib.import_module(name)
+            continue
+        module, _, member = name.rpartition(".")
+        assert inspect.getdoc(getattr(importlib.import_module(module), member)), name
 
 
 def described() -> str:
