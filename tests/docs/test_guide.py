@@ -267,9 +267,8 @@ def test_the_installation_of_get_started(tmp_path):
     typed = [command for command, _ in commands(lines)]
     assert typed[-1] == "onefold env"
     # The packages of this environment, torch among them, are already installed in the new one.
-    typed.insert(
-        2, f"echo {shlex.quote(sysconfig.get_path('purelib'))} > .venv/lib/python3.*/site-packages/installed.pth"
-    )
+    packages = "$(python -c \"import sysconfig; print(sysconfig.get_path('purelib'))\")"
+    typed.insert(2, f'echo {shlex.quote(sysconfig.get_path("purelib"))} > "{packages}/installed.pth"')
     place = {"PATH": f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", " && ".join(typed)],
