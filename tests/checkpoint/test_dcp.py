@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,14 +114,32 @@ def save(folder: str, layout: str = "nested", kind: str = "AdamW") -> tuple[dict
         dcp.save({**state["model"], "optimizer": flat, **others}, checkpoint_id=f"{folder}/step-{STEPS}")
         dcp.save({**state["model"]}, checkpoint_id=f"{folder}/step-2")
     else:
-        dcp.save({"model": state["model"]}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
-        dcp.save({"optimizer": state["optimizer"]}, checkpoint_id=f"{folder}/optimizer_0")
+        save_as_accelerate(model, optimizer, folder)
         if rank() == 0:
             torch.save(schedule, f"{folder}/scheduler.bin")
             Path(folder, "random_states_0.pkl").write_bytes(pickle.dumps("never read"))
             Path(folder, "trainer_state.json").write_text("{}")
     found = state["optimizer"]["state"]
     return whole(state["model"]), {name: whole(values) for name, values in found.items()}
+
+
+def save_as_accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Call Accelerate's own functions. Its Accelerator uses FSDP on GPUs only."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+    )
+    accelerator = SimpleNamespace(
+        process_index=rank(), num_processes=dist.get_world_size(), is_fsdp2=True, wait_for_everyone=dist.barrier
+    )
+    PartialState(cpu=True)  # its log needs it
+    try:
+        save_fsdp_model(plugin, accelerator, model, folder)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    finally:
+        PartialState._reset_state()
 
 
 def continue_in_fsdp(folder: str, kind: str = "AdamW") -> tuple[list[float], dict[str, torch.Tensor]]:
