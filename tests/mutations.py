@@ -1609,8 +1609,8 @@ MUTATIONS = [
     Mutation(
         "copy-that-one-node-lacks",
         "onefold/tools/cli/copy_keeper.py",
-        "if all(name in names for names in of_others)",
-        "if True",
+        'if all(exchange(f"ready/{name}", is_ready)):',
+        'if exchange(f"ready/{name}", is_ready)[node]:',
         "test_copy_keeper.py -k damaged_on_one_node",
     ),
     Mutation(

@@ -108,7 +108,7 @@ class Engine(nn.Module):
         self._saver = CheckpointSaver(self.state)
         self._copies = PeerCopies(self.state, self._saver)
         self._loader = CheckpointLoader(self.state, self._saver, self._copies)
-        self._guards = StepGuards(self.state, self._saver, self._loader)
+        self._guards = StepGuards(self.state, self._saver, self._loader, self._copies)
         self._replay = StepReplay(self.state)
         self._steps = StepTaker(self.state, self._hooks, self._saver, self._replay)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
@@ -128,6 +128,7 @@ class Engine(nn.Module):
         """Call the model."""
         self.state.check_present()
         self._shared.check_present()
+        self._reports.see_inputs(kwargs)
         precision = self.plan.precision
         if precision.casts_inputs:
             args, kwargs = cast_floats(args, torch.float16), cast_floats(kwargs, torch.float16)
@@ -288,9 +289,10 @@ class Engine(nn.Module):
         return True
 
     def set_client_state_of_copies(self, provide: Callable[[], Mapping[str, Any]]) -> None:
-        """Set the function that returns the client state of each peer copy (`onefold.peer_copies`), called on rank 0.
+        """Set the function that returns the client state of each peer copy (`onefold.peer_copies`).
 
-        Restarted programs find its value as the client state that `load_checkpoint` returns.
+        It is called on rank 0, when a copy begins. Restarted programs find its value as the client state that
+        `load_checkpoint` returns.
         """
         self._copies.client_state = provide
 
@@ -396,6 +398,13 @@ class Engine(nn.Module):
     def note_run(self, **facts: Any) -> None:
         """Add facts to the record of the run, if there is one. `steps` is the number of steps of the run."""
         self._reports.note(**facts)
+
+    def count_tokens(self, tokens: int, row_length: int) -> None:
+        """Report the tokens of this rank's micro-step, in rows of this length. See "Tokens per second" in the docs.
+
+        Call it before `step()`. Without it, the `input_ids` of forwards are counted.
+        """
+        self._reports.count_tokens(tokens, row_length)
 
     # -- compiling, attributes and the end ----------------------------------------------------------------------
 

@@ -23,10 +23,12 @@ import torch
 from onefold.checkpoint.format.manifest import without_secrets
 from onefold.comm import Group, Ledger
 from onefold.engine.model_memory import ModelMemory
+from onefold.engine.token_counter import TokenCounter
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
 from onefold.optim.norm import HostCopy, StepNorm
 from onefold.plan import Loop, ModelBytes, Tier
+from onefold.report.device_peaks import peak_flops
 from onefold.report.memory_usage import peak_resident_bytes, resident_bytes
 from onefold.report.monitors import Event, MonitorMaster, check_installed
 from onefold.report.plan_report import KINDS, HeldBytes, PlanReport, TrafficRow
@@ -49,6 +51,8 @@ class _PendingReport:
     row: StepRow
     loss: HostCopy | None
     norm: StepNorm | None
+    tokens: tuple[HostCopy, HostCopy | None] | None
+    """The tokens of this rank, and their FLOPs."""
     rates_after: list[float]
     """The learning rate of each group after the scheduler's step, as DeepSpeed's monitors show it."""
     scale_after: float
@@ -57,12 +61,20 @@ class _PendingReport:
     @property
     def is_complete(self) -> bool:
         """Whether loss and norm are on the host."""
-        return all(number.arrived for number in (self.loss, self.norm) if number is not None)
+        numbers = self.loss, self.norm, *(self.tokens or ())
+        return all(number.arrived for number in numbers if number is not None)
 
-    def read(self) -> StepRow:
-        """Return the row with loss and norm. Wait for them if necessary."""
+    def read(self, world_size: int) -> StepRow:
+        """Return the row with loss, norm and tokens of all ranks. Wait for them if necessary."""
         loss = self.loss.read() if self.loss is not None else None
-        return replace(self.row, loss=loss, grad_norm=self.norm.read() if self.norm is not None else None)
+        tokens, flops = self.tokens or (None, None)
+        return replace(
+            self.row,
+            loss=loss,
+            grad_norm=self.norm.read() if self.norm is not None else None,
+            tokens=round(tokens.read()) * world_size if tokens is not None else None,
+            flops=flops.read() * world_size if flops is not None else None,
+        )
 
 
 class StepReports:
@@ -84,13 +96,18 @@ class StepReports:
         self._start = self._before = ledger.copy()
         self._memory = measure_memory(state, memory)
         self._loss: HostCopy | None = None
+        self.counter = TokenCounter(state)
+        self._tokens: tuple[HostCopy, HostCopy | None] | None = None
         self._rates: list[float] = []
         self._scale = 1.0
         self._pending: _PendingReport | None = None
         self._last_report: PlanReport | None = None
         self._since = time.perf_counter()
         self._num_steps = 0
-        self._write("run", time=time.time(), **_facts(state, memory, ledger, self._expected))
+        # FLOP/s of all devices.
+        peak = peak_flops(torch.cuda.get_device_name(state.device)) if state.device.type == "cuda" else None
+        self._peak = peak * state.group.size if peak is not None else None
+        self._write("run", time=time.time(), peak_flops=self._peak, **_facts(state, memory, ledger, self._expected))
         self._process = os.getpid()
         # Many programs don't close their engine.
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
@@ -108,6 +125,7 @@ class StepReports:
         """Measure memory, losses and rates after the last backward and before the optimizer step."""
         losses = [loss.reshape(()).double() for loss in self._state.decision.losses]
         self._loss = HostCopy(torch.stack(losses).sum()) if losses else None
+        self._tokens = self.counter.take()
         self._rates, self._scale = learning_rates(self._state), self._state.decision.loss_scale.value
         self._memory = measure_memory(self._state, self._model_memory)
 
@@ -135,7 +153,9 @@ class StepReports:
         self._num_steps += 1
         self._write_pending()  # of the step before, whose copies were launched before this step
         norm = decision.norm_to_read()
-        self._pending = _PendingReport(row, self._loss, norm, learning_rates(state), decision.loss_scale.value)
+        self._pending = _PendingReport(
+            row, self._loss, norm, self._tokens, learning_rates(state), decision.loss_scale.value
+        )
         if self._pending.is_complete:
             self._write_pending()
 
@@ -143,12 +163,12 @@ class StepReports:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        row = pending.read()
+        row = pending.read(self._state.group.size)
         if self._record is not None:
             self._record.write(line_of(row))
         if self._monitor is not None:
             try:
-                self._monitor.write_events(_events(pending, row, timed=self._state.plan.loop.times_phases))
+                self._monitor.write_events(_events(pending, row, self._peak, timed=self._state.plan.loop.times_phases))
             except Exception as error:  # of a disk or a service on one rank: training continues on all
                 kind = type(error).__name__
                 logger.warning("monitors: %s: %s. The monitor is disabled and training continues", kind, error)
@@ -270,6 +290,16 @@ class EngineReports:
         found = replace(expected(self._memory), held=held, peaks=peaks_of(memory), traffic=traffic)
         return replace(found, num_steps=self._num_steps).text()
 
+    def see_inputs(self, kwargs: dict[str, Any]) -> None:
+        """Count the tokens of a forward, if steps are reported."""
+        if self.steps is not None and self._state.model.training:
+            self.steps.counter.see(kwargs)
+
+    def count_tokens(self, tokens: int, row_length: int) -> None:
+        """Count tokens that the caller names, if steps are reported."""
+        if self.steps is not None:
+            self.steps.counter.add(tokens, row_length)
+
     def note(self, **facts: Any) -> None:
         """Add facts to the record of the run, if there is one."""
         if self.steps is not None:
@@ -358,7 +388,7 @@ def learning_rates(state: TrainState) -> list[float]:
     return [float(group["lr"]) for group in state.step.groups] if state.step is not None else []
 
 
-def _events(pending: _PendingReport, row: StepRow, *, timed: bool) -> list[Event]:
+def _events(pending: _PendingReport, row: StepRow, peak: float | None, *, timed: bool) -> list[Event]:
     """Return the monitor events of a step: first those with DeepSpeed's names, then those below `onefold/`."""
     values: dict[str, float | None] = {
         "Train/Samples/train_loss": row.loss,
@@ -374,6 +404,8 @@ def _events(pending: _PendingReport, row: StepRow, *, timed: bool) -> list[Event
     values |= {
         "onefold/grad_norm": row.grad_norm,
         "onefold/samples_per_second": row.samples_per_second,
+        "onefold/tokens_per_second": row.tokens_per_second,
+        "onefold/mfu": row.utilization(peak),
         "onefold/memory/device_allocated": memory.device_allocated,
         "onefold/memory/device_peak": memory.device_peak,
         "onefold/memory/host_resident": memory.host_resident,

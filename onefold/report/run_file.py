@@ -94,10 +94,22 @@ class StepRow:
     memory: MemoryRow
     traffic: tuple[TrafficRow, ...]
     """The traffic of this rank since the previous step."""
+    tokens: int | None = None
+    """The tokens of this step: those of the first rank, times the number of ranks. None if they are unknown."""
+    flops: float | None = None
+    """The FLOPs of the model for these tokens. None if the shape of the model is unknown."""
 
     @property
     def samples_per_second(self) -> float | None:
         return self.batch_samples / self.seconds if self.seconds > 0 else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.tokens is not None and self.seconds > 0 else None
+
+    def utilization(self, peak: float | None) -> float | None:
+        """Return the model FLOPs utilization (MFU): FLOP/s of the model, as a share of the peak of all devices."""
+        return self.flops / self.seconds / peak if self.flops is not None and self.seconds > 0 and peak else None
 
     def bytes_of(self, operation: str) -> int:
         """Return the bytes of one operation."""
@@ -129,6 +141,8 @@ class StepRow:
                 device_peak=_or_none(memory["device_peak"], _count),
             ),
             traffic=_traffic(line["traffic"]),
+            tokens=_or_none(line.get("tokens"), _count),  # absent in records of earlier versions
+            flops=_or_none(line.get("flops"), _number),
         )
 
 
@@ -242,6 +256,11 @@ class RunFile:
             traffic=_added(self.steps),
             num_steps=len(self.steps),
         )
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The FLOP/s of all devices, or None if they are unknown."""
+        return _or_none(self.facts.get("peak_flops"), _number)
 
     def _take(self, line: bytes) -> None:
         try:

@@ -107,7 +107,7 @@ def test_validation_does_not_wait_for_torch(tmp_path: Path) -> None:
         (["ckpt", "lst"], "'lst' is not a command. Did you mean ls?"),
         (["train", "--stepz", "3"], "--stepz is not an option. Did you mean --steps?"),
         (["train", "--preset", "smal"], "--preset smal is invalid. Did you mean small?"),
-        (["qqqq"], "'qqqq' is not a command. Choose from train, launch"),
+        (["qqqq"], "'qqqq' is not a command. Choose from train, merge"),
         (["env", "qqqq"], "qqqq is not an option."),
     ],
 )

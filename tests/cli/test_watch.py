@@ -74,6 +74,15 @@ def test_silence_is_told_after_longer_than_steps_take(tmp_path):
     assert silence(RunFile.read(tmp_path), begin + 1000) is None
 
 
+def test_tokens_and_mfu_are_shown_if_the_record_has_them(tmp_path):
+    write_run(tmp_path, facts(peak_flops=2e15), *(row(step, tokens=4000, flops=0.5e15) for step in (1, 2)))
+    run = RunFile.read(tmp_path)
+    assert dict(rows_of(run, 0.0))["speed"].endswith("ms/step, 4,000 tokens/s (2,000 per rank), MFU 25.0%")
+    assert "samples/s, 4,000 tokens/s, MFU 25.0%" in line_of_now(run, 0.0)
+    write_run(tmp_path, facts(), *(row(step) for step in (1, 2)))
+    assert "tokens" not in dict(rows_of(RunFile.read(tmp_path), 0.0))["speed"]
+
+
 def test_time_left_is_told_by_the_last_steps(tmp_path):
     write_run(tmp_path, facts(), write_line("note", steps=63), *steps(3, seconds=60.0))
     found = dict(rows_of(RunFile.read(tmp_path), 1_700_000_003.0))

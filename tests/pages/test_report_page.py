@@ -17,10 +17,10 @@ from records import HELD, REPORT, end, facts, row, write_run
 
 from onefold.log import format_bytes
 from onefold.report.plan_report import TrafficRow
-from onefold.report.run_file import MemoryRow, write_line
+from onefold.report.run_file import MemoryRow, RunFile, write_line
 from onefold.tools.cli.main import main
 from onefold.tools.pages.charts import MAX_POINTS, charts_of, smooth, thin
-from onefold.tools.pages.page import write_page
+from onefold.tools.pages.page import tiles_of, write_page
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = "</script><img src=x onerror=alert(1)>&\"'@@body@@<!--"
@@ -107,10 +107,27 @@ def test_the_page_is_one_whole_file_with_the_numbers_of_the_record(tmp_path):
     assert all(chart["steps"] == [1, 2, 3] for chart in found.charts)
 
 
+def test_tokens_per_second_and_mfu_are_shown_where_the_record_has_them(tmp_path):
+    """4,000 tokens and 0.5 PFLOP in a second, on two GPUs with 1 PFLOP/s each."""
+    write_run(tmp_path, facts(peak_flops=2e15), *(row(step, tokens=4000, flops=0.5e15) for step in (1, 2, 3)))
+    run = RunFile.read(tmp_path)
+    tiles = dict(tiles_of(run))
+    assert tiles["tokens per second"] == "4,000"
+    assert tiles["tokens per second and rank"] == "2,000"
+    assert tiles["MFU"] == "25.0%"
+    charts = {chart.name: chart.series[0].values for chart in charts_of(run)}
+    assert (charts["tokens"], charts["mfu"]) == ([4000.0] * 3, [0.25] * 3)
+    write_run(tmp_path, facts(peak_flops=None), row(1, tokens=4000, flops=0.5e15), row(2))
+    run = RunFile.read(tmp_path)
+    assert "MFU" not in dict(tiles_of(run))
+    assert "mfu" not in {chart.name for chart in charts_of(run)}
+
+
 def test_on_a_device_the_rest_is_activations_and_buffers(tmp_path):
     memory = MemoryRow(HELD, rest=5000, host_resident=1, host_peak=2, device_allocated=23_000, device_reserved=30_000,
                        device_peak=64_000)  # fmt: skip
-    charts = {chart.name: chart for chart in charts_of([row(1, memory=memory), row(2, memory=memory)])}
+    write_run(tmp_path, facts(), row(1, memory=memory), row(2, memory=memory))
+    charts = {chart.name: chart for chart in charts_of(RunFile.read(tmp_path))}
     kinds = {one.name: one.values[0] for one in charts["memory-by-kind"].series}
     assert kinds == {**HELD["device"], "activations and buffers": 5000}
     assert sum(kinds.values()) == 23_000

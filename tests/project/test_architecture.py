@@ -239,11 +239,11 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 6_130,
+    "checkpoint": 6_190,
     "comm": 4_300,
     "compat": 5_710,
     "config": 3_670,
-    "engine": 3_660,
+    "engine": 3_790,
     "fp8": 910,
     "fsdp": 1_100,
     "graphs": 960,
@@ -251,11 +251,11 @@ BUDGETS = {
     "optim": 6_170,
     "plan": 2_395,
     "recovery": 1_130,
-    "report": 2_010,
+    "report": 2_200,
     "runtime": 6_480,
     "moe": 1_180,
     "sequence": 1_300,
-    "tools": 11_000,
+    "tools": 11_750,
     "storage": 620,
     "top": 2_565,
     "utils": 550,

@@ -22,15 +22,10 @@ from onefold.tools.cli.main import main
 from onefold.tools.train.data import Corpus, DataError, load_corpus
 from onefold.tools.train.gpt import GPT, PRESETS, GPTConfig
 from onefold.tools.train.loop import count_steps
-from onefold.tools.train.options import (
-    PRESET_NAMES,
-    OptionError,
-    TrainOptions,
-    add_arguments,
-    prepare_config,
-    write_settings,
-)
-from onefold.tools.train.tokens import ALPACA_HEAD, ALPACA_INPUT, Lines, Tokens, check_first_rows
+from onefold.tools.train.options import PRESET_NAMES, OptionError, TrainOptions, add_arguments, prepare_config
+from onefold.tools.train.recipe import options_of, write_recipe
+from onefold.tools.train.rows import ALPACA_HEAD, ALPACA_INPUT, check_first_rows
+from onefold.tools.train.tokens import Rows, Tokens
 
 pytestmark = pytest.mark.program
 
@@ -127,9 +122,10 @@ def test_options_survive_the_way_to_the_ranks() -> None:
     for options in (
         TrainOptions("c.json", 1, 7, "tiny", None, None, 0, "out dir", 3, ("a", "b c"), "--x", 0, save=False),
         TrainOptions(model="a folder", sequence_length=9, lora=4, out="x", epochs=0.5, lr=1e-4, batch=2),
-        TrainOptions(model="a folder", accumulation=3, bf16=True, eval_every=7, save_every=2),
+        TrainOptions(model="a folder", accumulation=3, precision="bf16", eval_every=7, save_every=2),
+        TrainOptions(model="m", data=("a.parquet",), eval_data=("b.jsonl", "c d"), qlora=8),
     ):
-        assert TrainOptions.from_arguments(parser.parse_args(list(options.to_arguments()))) == options
+        assert options_of(parser.parse_args(list(options.to_arguments()))) == options
 
 
 def test_the_shipped_config_needs_no_words() -> None:
@@ -174,7 +170,7 @@ def test_flags_take_the_place_of_what_the_config_has(tmp_path: Path) -> None:
     assert found["train_micro_batch_size_per_gpu"] == 2
     assert "gradient_accumulation_steps" not in found
     assert found["optimizer"] == {"type": "Adam", "params": {"lr": 0.5, "betas": [0.9, 0.95]}}
-    found = prepared({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, accumulation=3, bf16=True)
+    found = prepared({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, accumulation=3, precision="bf16")
     assert found["gradient_accumulation_steps"] == 3
     assert "train_batch_size" not in found
     assert found["bf16"] == {"enabled": True}
@@ -187,12 +183,12 @@ def test_flags_take_the_place_of_what_the_config_has(tmp_path: Path) -> None:
 def parsed(*flags: str) -> TrainOptions:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return TrainOptions.from_arguments(parser.parse_args(list(flags)))
+    return options_of(parser.parse_args(list(flags)))
 
 
 def made_with(folder: Path, *flags: str) -> Path:
     """The folder of a run that has a checkpoint."""
-    write_settings(parsed(*flags, "--out", str(folder)))
+    write_recipe(parsed(*flags, "--out", str(folder)))
     (folder / "checkpoints" / "global_step1").mkdir(parents=True)
     return folder
 
@@ -214,7 +210,7 @@ def test_a_resumed_run_has_the_options_that_it_was_made_with(tmp_path: Path, mon
     assert prepare_config(found, on_gpus=False).document["train_batch_size"] == 6
     again = parsed("--resume", str(run), "--preset", "tiny", "--data", "../notes", "--seed", "3", "--stage", "3")
     assert (again.steps, again.stage) == (7, 3), "what it was made with may be given again"
-    write_settings(found)  # as the resumed run does
+    write_recipe(found)  # as the resumed run does
     assert parsed("--resume", str(run)) == found
 
 
@@ -242,14 +238,14 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
 
     assert "no such folder" in refused()
     (tmp_path / "run").mkdir()
-    assert "settings.json is missing" in refused()
-    write_settings(TrainOptions(out=str(tmp_path / "run")))
+    assert "recipe.yaml is missing" in refused()
+    write_recipe(TrainOptions(out=str(tmp_path / "run")))
     assert "no checkpoint in" in refused()
     assert "--save-every" in refused()
-    (tmp_path / "run" / "settings.json").write_text('{"preset": "ti')
+    (tmp_path / "run" / "recipe.yaml").write_text("preset: [ti")
     assert "cannot be read" in refused()
-    (tmp_path / "run" / "settings.json").write_text('{"colour": 1}')
-    assert "unknown settings: colour" in refused()
+    (tmp_path / "run" / "recipe.yaml").write_text("colour: 1")
+    assert "colour is not a key of a recipe" in refused()
 
 
 # -- the command -------------------------------------------------------------------------------------------------
@@ -286,6 +282,8 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     assert load_file(tmp_path / "run/model/model.safetensors").keys() == GPT(PRESETS["tiny"]).state_dict().keys()
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, 9))
+    assert re.search(r"step     8/8 .*  [\d,]+ tokens/s \([\d,]+ per rank\)  memory", stdout), "and no MFU of a CPU"
+    assert {step["mfu"] for step in steps} == {None}
     assert [step["step"] for step in steps if step["held_out_loss"] is not None] == [4]
     assert steps[0]["loss"] == pytest.approx(np.log(256), abs=0.3)  # before a step every byte is as likely
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
@@ -295,6 +293,7 @@ def test_the_job_trains_and_reports(tmp_path: Path) -> None:
     run = RunFile.read(tmp_path / "run")
     assert [row.step for row in run.steps] == list(range(1, 9))
     assert (run.facts["steps"], run.facts["name"]) == (8, "GPT tiny")
+    assert {row.tokens for row in run.steps} == {2 * 2 * 4 * 64}, "ranks, micro-steps, sequences, bytes"
     assert run.end is not None
     assert run.end["reason"] == "closed"
     assert f"report: {tmp_path}/run/report.html" in stdout
@@ -314,7 +313,7 @@ def test_without_matplotlib_the_job_trains_and_says_how_to_get_the_curve(
     assert "no plot: matplotlib" in stdout
     assert "pip install 'onefold[plots]'" in stdout
     assert "the trained weights were not saved (--no-save)" in stdout
-    written = {"metrics.jsonl", "summary.json", "run.jsonl", "report.html", "settings.json"}
+    written = {"metrics.jsonl", "summary.json", "run.jsonl", "report.html", "recipe.yaml"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == written
 
 
@@ -367,6 +366,12 @@ def test_a_signal_of_a_scheduler_saves_for_resume(tmp_path: Path, target: str) -
         ["--ranks", "0"],
         ["--config", "bad.json"],
         ["--resume", "no-such-folder"],
+        ["no-such.yaml"],
+        ["/dev/zero"],
+        ["bad.json"],
+        ["--lora", "--qlora", "--model", "model"],
+        ["--model", "model", "--data", "rows.parquet"],
+        ["--model", "model", "--data", "notes.jsonl", "--eval-data", "missing"],
         ["--model", "no-such-model"],
         ["--model", "/dev/zero"],
         ["--model", "model", "--data", "rows.jsonl"],
@@ -431,8 +436,8 @@ def test_a_run_survives_a_killed_rank_and_goes_on_elsewhere(tmp_path: Path) -> N
     assert losses(tmp_path / "run")[:10] == losses(tmp_path / "straight")
     assert len(losses(tmp_path / "run")) == 12
 
-    settings = tmp_path / "run" / "settings.json"
-    settings.write_text(settings.read_text().replace('"tiny"', '"small"'))
+    settings = tmp_path / "run" / "recipe.yaml"
+    settings.write_text(settings.read_text().replace("tiny", "25m"))
     other = start("--resume", str(tmp_path / "run"), "--steps", "20", "--ranks", "1")
     _, stderr = other.communicate(timeout=120)
     assert other.returncode == 2
@@ -457,10 +462,10 @@ class Words:
         return {"input_ids": [77] * add_special_tokens + [len(word) for word in text.split()]}
 
 
-def lines(tmp_path: Path, *rows: object, length: int = 8) -> Lines:
+def lines(tmp_path: Path, *rows: object, length: int = 8) -> Rows:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Lines([str(file)], Tokens(Words(), 99), length, seed=3)
+    return Rows([str(file)], Tokens(Words(), 99), length, seed=3)
 
 
 def test_lines_of_json_become_rows(tmp_path: Path) -> None:
@@ -513,7 +518,7 @@ def test_rows_of_alpaca_are_prompts_with_completions(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     check_first_rows([str(tmp_path)])
-    source = Lines([str(file)], Tokens(None, 0), 512, seed=0)
+    source = Rows([str(file)], Tokens(None, 0), 512, seed=0)
     with_input, without = (source._row(index) for index in range(2))
     for (tokens, labels), prompt, answer in (
         (with_input, f"{ALPACA_HEAD.format(ALPACA_INPUT)}\n\n### Instruction:\nAdd.\n\n### Input:\n1 2", "3"),

@@ -32,6 +32,8 @@ _CLI = "onefold.tools.cli"
 _CKPT = "onefold.tools.cli.checkpoint_commands"
 COMMANDS = {
     "train": Command("fine-tune a Hugging Face model, or train a small GPT", job.train, f"{_CLI}.train:train"),
+    "merge": Command("merge a trained adapter into its model", job.merge, f"{_CLI}.trained_models:merge"),
+    "chat": Command("chat with a trained model", job.chat, f"{_CLI}.trained_models:chat"),
     "launch": Command("start your script on every GPU", job.launch, f"{_CLI}.launch:launch"),
     "plan": Command(
         "forecast memory, traffic and time, and recommend a setting", machine.plan, f"{_CLI}.plan_command:plan"

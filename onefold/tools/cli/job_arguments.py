@@ -5,8 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from onefold.tools.cli.usage import CPU_RANKS, DEFAULT_HOSTFILE, DEFAULT_PORT, add_json, add_run, port
-from onefold.tools.train.options import PRESET_NAMES, above_zero, add_arguments, at_least_one, not_negative
+from onefold.tools.cli.usage import DEFAULT_HOSTFILE, DEFAULT_PORT, add_json, add_run, port
+from onefold.tools.train.options import (
+    PRESET_NAMES,
+    above_zero,
+    add_arguments,
+    add_job_arguments,
+    add_recipe,
+    at_least_one,
+    not_negative,
+)
 
 
 def train(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +24,14 @@ def train(parser: argparse.ArgumentParser) -> None:
     traffic and memory, a plot and a sample of generated text. Writes the trained weights, the metrics and one page
     about the run (report.html) to a folder. Ctrl-C ends the run after the current step and writes the same files.
 
-    Rows of .jsonl files have `text`, `prompt` and `completion`, `messages`, or `instruction`, `input` and `output`.
+    Rows (.jsonl, .json, .parquet) have `text`, `prompt` and `completion`, `messages`, `conversations` (ShareGPT), or
+    `instruction`, `input` and `output` (Alpaca).
 
     examples:
       onefold train --model llama/ --data rows.jsonl --lora      fine-tune an adapter; it is saved in OUT/adapter
       onefold train --model llama/ --data rows.jsonl --epochs 3  fine-tune all weights; they are saved in OUT/model
-      onefold train --model llama/ --data rows.jsonl --lora 64 --lr 1e-4 --batch 2 --accumulation 8
+      onefold train --model llama/ --data rows.parquet --qlora 64 --lr 1e-4 --batch 2 --accumulation 8
+      onefold train recipe.yaml --epochs 2                       flags from a file, and one of them replaced
       onefold train                                              a small GPT, in two minutes on two CPU cores
       onefold train --preset 25m --stage 1 --ranks 4             a larger GPT, another ZeRO stage, four ranks
       onefold train --data ~/notes README.md --steps 500         the GPT, on your text
@@ -31,13 +41,48 @@ def train(parser: argparse.ArgumentParser) -> None:
 
       on several nodes:  onefold launch --hostfile hosts --module onefold.train --steps 500
     """
+    add_recipe(parser)
     add_arguments(parser)
+    add_job_arguments(parser)
+
+
+def merge(parser: argparse.ArgumentParser) -> None:
+    """Merge the adapter of a run into its model, and save the result for transformers.
+
+    The model is read in the data type of its files. An adapter of --qlora is merged into these weights, too, not into
+    the 4-bit ones.
+
+    examples:
+      onefold merge runs/a                  writes runs/a/merged
+      onefold merge runs/a --out llama-cat  elsewhere
+    """
+    parser.add_argument("folder", metavar="FOLDER", help="folder of a run with --lora or --qlora, or its adapter")
+    parser.add_argument("--out", metavar="FOLDER", help="where the model is written (default: FOLDER/merged)")
+
+
+def chat(parser: argparse.ArgumentParser) -> None:
+    """Chat with a model that `onefold train` has saved, or with another model of transformers.
+
+    Each line of input is a turn. It is passed in the format of the training data: the chat template of the tokenizer,
+    Alpaca's prompt if the run was trained on such rows, or as it is if there is no template. Runs in one process, on a
+    GPU if there is one.
+
+    examples:
+      onefold chat runs/a                                 until Ctrl-D
+      onefold chat runs/a --prompt "Who are you?"         one answer, for scripts
+      onefold chat llama/ --temperature 0                 a model on disk, always the likeliest token
+    """
     add = parser.add_argument
-    add("--ranks", type=at_least_one, metavar="N",
-        help=f"number of processes (default: one per GPU, or {CPU_RANKS} without GPUs)")  # fmt: skip
-    add("--max-restarts", type=not_negative, default=0, metavar="N",
-        help="restart all ranks after a failure, at most N times; with --save-every they continue from the last "
-        "checkpoint")  # fmt: skip
+    add("folder", metavar="FOLDER", help="folder of a run, of an adapter, or of a model of transformers")
+    add("--prompt", metavar="TEXT", help="print the answer to this text and exit")
+    add("--max-tokens", type=at_least_one, default=256, metavar="N", help="tokens of an answer (default: %(default)s)")
+    add("--temperature", type=_temperature, default=0.7, metavar="T",
+        help="0: always the likeliest token (default: %(default)s)")  # fmt: skip
+    add("--seed", type=not_negative, default=0, metavar="N", help="seed of the answers (default: %(default)s)")
+
+
+def _temperature(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else above_zero(text)
 
 
 def launch(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 EPILOG = """\
 examples:
   onefold train --model llama/ --data rows.jsonl --lora   fine-tune a Hugging Face model and save the adapter
+  onefold chat runs/a                                     chat with the model of a run
   onefold train                                           train a small GPT on a CPU, in under two minutes
   onefold plan --params 7e9 --machine 8xA100              show what fits, and which setting to choose
   onefold launch --nproc 2 train.py                       run your own script on two ranks

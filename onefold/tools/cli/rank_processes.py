@@ -113,10 +113,14 @@ class RankProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process group of the rank, and reap the rank. Other members of the group may outlive the rank."""
+        """Kill the process group of the rank. `reap` must follow."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait until the rank has ended. Other members of its process group may outlive it."""
+        if self._process.returncode is None:
             self._watcher.join()
             self._process.wait()
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,6 +93,7 @@ class Job:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
 
         from onefold.tools.cli.node_rendezvous import join_alone, join_fixed, join_nodes
+        from onefold.tools.cli.rank_agent import SLEEP_SECONDS
 
         host, port = self.store_address
         # With a static rendezvous, restarted ranks would find the addresses of dead ones in the old store. With c10d
@@ -112,6 +113,7 @@ class Job:
             args=tuple(command[1:]),
             rdzv_handler=handler,
             max_restarts=self.max_restarts,
+            monitor_interval=SLEEP_SECONDS,
             master_addr=host if is_static else None,
             master_port=port if is_static else None,
             local_addr="localhost" if self.num_nodes == 1 else None,
@@ -249,7 +251,12 @@ def _copies_folder(job: Job) -> Iterator[str | None]:
     if not job.can_restart or not os.path.isdir(_SHARED_MEMORY):
         yield None
         return
-    with _locked_folder(_COPIES_PREFIX, _SHARED_MEMORY) as folder:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(_locked_folder(_COPIES_PREFIX, _SHARED_MEMORY))
+        except OSError as error:
+            print_error(f"onefold: this node has no peer copies ({error})")
+            folder = None
         yield folder
 
 

@@ -112,7 +112,8 @@ def rows_of(run: RunFile, now: float) -> list[tuple[str, str]]:
     skipped = sum(row.skipped for row in run.steps)
     if skipped:
         found.append(("skipped", f"{skipped} steps"))
-    found.append(("speed", f"{_speed(run.steps):,.4g} samples/s, {_seconds(run.steps) * 1000:,.4g} ms/step"))
+    seconds = f"{_seconds(run.steps) * 1000:,.4g} ms/step"
+    found.append(("speed", f"{_speed(run.steps):,.4g} samples/s, {seconds}{_tokens(run, each=True)}"))
     found.append(("time", ", ".join(f"{_shown(name)} {value * 1000:.3g} ms" for name, value in last.phases.items())))
     found.append(("memory", _memory(last)))
     sent: dict[str, int] = {row.operation: last.bytes_of(row.operation) for row in last.traffic}
@@ -129,7 +130,7 @@ def line_of_now(run: RunFile, now: float) -> str:
     loss = "" if last.loss is None else f"  loss {last.loss:.4f}"
     norm = "" if last.grad_norm is None else f"  norm {last.grad_norm:.3g}"
     rate = f"  lr {last.learning_rates[0]:.3g}" if last.learning_rates else ""
-    speed = f"  {_speed(run.steps):,.4g} samples/s"
+    speed = f"  {_speed(run.steps):,.4g} samples/s{_tokens(run)}"
     return f"step {_progress(run)}{loss}{rate}{norm}{speed}  peak {format_bytes(last.memory.peak)}  {_state(run, now)}"
 
 
@@ -177,6 +178,18 @@ def _seconds(steps: Sequence[StepRow]) -> float:
 def _speed(steps: Sequence[StepRow]) -> float:
     seconds = _seconds(steps)
     return steps[-1].batch_samples / seconds if seconds > 0 else 0.0
+
+
+def _tokens(run: RunFile, *, each: bool = False) -> str:
+    """Describe tokens per second and MFU, if the record has them. `each`: of each rank, too."""
+    rows = run.steps[-_LAST:]
+    speeds = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
+    shares = [share for row in rows if (share := row.utilization(run.peak_flops)) is not None]
+    if not speeds:
+        return ""
+    speed, ranks = statistics.median(speeds), run.facts.get("world_size")
+    own = f" ({speed / ranks:,.4g} per rank)" if each and isinstance(ranks, int) and ranks > 1 else ""
+    return f", {speed:,.4g} tokens/s{own}" + (f", MFU {statistics.median(shares):.1%}" if shares else "")
 
 
 def _memory(row: StepRow) -> str:

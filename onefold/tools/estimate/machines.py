@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from onefold.report.device_peaks import PEAKS
+
 if TYPE_CHECKING:
     from onefold.tools.bench.offload_bench import Measured
 
@@ -42,19 +44,19 @@ class Gpu:
 # GPUs with at least this much memory are assumed to be in a data center.
 _SERVER = 40 * GB
 GPUS: dict[str, Gpu] = {
-    "B200": Gpu(180 * GB, 2250e12, 8000e9, 900e9, 50e9),
-    "H200": Gpu(141 * GB, 989e12, 4800e9, 450e9, 50e9),
-    "H100": Gpu(80 * GB, 989e12, 3350e9, 450e9, 50e9),
-    "H100-PCIE": Gpu(80 * GB, 756e12, 2000e9, 50e9, 50e9),
-    "A100-80": Gpu(80 * GB, 312e12, 2039e9, 300e9, 24e9, has_fp8=False),
-    "A100-40": Gpu(40 * GB, 312e12, 1555e9, 300e9, 24e9, has_fp8=False),
-    "L40S": Gpu(48 * GB, 362e12, 864e9, 24e9, 24e9),
-    "A6000": Gpu(48 * GB, 155e12, 768e9, 24e9, 24e9, has_fp8=False),
-    "A10G": Gpu(24 * GB, 70e12, 600e9, 12e9, 12e9, has_fp8=False),
-    "V100-32": Gpu(32 * GB, 112e12, 900e9, 150e9, 12e9, has_fp8=False),
-    "5090": Gpu(32 * GB, 210e12, 1790e9, 50e9, 50e9),
-    "4090": Gpu(24 * GB, 165e12, 1008e9, 24e9, 24e9),
-    "3090": Gpu(24 * GB, 71e12, 936e9, 24e9, 24e9, has_fp8=False),
+    "B200": Gpu(180 * GB, PEAKS["B200"], 8000e9, 900e9, 50e9),
+    "H200": Gpu(141 * GB, PEAKS["H200"], 4800e9, 450e9, 50e9),
+    "H100": Gpu(80 * GB, PEAKS["H100"], 3350e9, 450e9, 50e9),
+    "H100-PCIE": Gpu(80 * GB, PEAKS["H100-PCIE"], 2000e9, 50e9, 50e9),
+    "A100-80": Gpu(80 * GB, PEAKS["A100"], 2039e9, 300e9, 24e9, has_fp8=False),
+    "A100-40": Gpu(40 * GB, PEAKS["A100"], 1555e9, 300e9, 24e9, has_fp8=False),
+    "L40S": Gpu(48 * GB, PEAKS["L40S"], 864e9, 24e9, 24e9),
+    "A6000": Gpu(48 * GB, PEAKS["A6000"], 768e9, 24e9, 24e9, has_fp8=False),
+    "A10G": Gpu(24 * GB, PEAKS["A10G"], 600e9, 12e9, 12e9, has_fp8=False),
+    "V100-32": Gpu(32 * GB, PEAKS["V100"], 900e9, 150e9, 12e9, has_fp8=False),
+    "5090": Gpu(32 * GB, PEAKS["5090"], 1790e9, 50e9, 50e9),
+    "4090": Gpu(24 * GB, PEAKS["4090"], 1008e9, 24e9, 24e9),
+    "3090": Gpu(24 * GB, PEAKS["3090"], 936e9, 24e9, 24e9, has_fp8=False),
 }
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 from onefold.report.plan_report import KINDS, TIERS
-from onefold.report.run_file import PHASES, StepRow
+from onefold.report.run_file import PHASES, RunFile, StepRow
 
 MAX_POINTS = 1000
 # The number of steps from which a smoothed line is added.
@@ -43,8 +43,9 @@ class Chart:
     """An explanation, in a sentence."""
 
 
-def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> list[Chart]:
+def charts_of(run: RunFile) -> list[Chart]:
     """Return every chart for which the run has data."""
+    rows, waits_for_device, device_flops = run.steps, bool(run.facts.get("waits_for_device")), run.peak_flops
     on_device = any(row.memory.device_allocated is not None for row in rows)
     rest = RESTS[0] if on_device else RESTS[1]
     operations = list(dict.fromkeys(sent.operation for row in rows for sent in row.traffic))
@@ -66,6 +67,8 @@ def charts_of(rows: Sequence[StepRow], *, waits_for_device: bool = False) -> lis
         lines("learning-rate", "Learning rate", rates),
         lines("gradient-norm", "Gradient norm", {"norm": lambda row: row.grad_norm}, note="Before clipping."),
         lines("speed", "Samples per second", {"of all ranks": lambda row: row.samples_per_second}),
+        lines("tokens", "Tokens per second", {"of all ranks": lambda row: row.tokens_per_second}),
+        lines("mfu", "Model FLOPs utilization", {"share of the peak": lambda row: row.utilization(device_flops)}),
         lines("loss-scale", "Loss scale", {"scale": lambda row: row.loss_scale}),
         stack("memory-by-kind", "Memory by kind", kinds, over=peak if on_device else None, note=all_tiers),
         stack("memory-by-tier", "Memory by tier", tiers, over=peak, note=cpu_tier),

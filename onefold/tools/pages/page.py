@@ -36,7 +36,7 @@ def write_page(folder: PlaceLike, out: str | os.PathLike[str] | None = None) -> 
 
 def page_of(run: RunFile) -> str:
     """Return the page. Every text of the record is escaped, because it may contain markup."""
-    charts = charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device")))
+    charts = charts_of(run)
     values = {
         "title": escape(title_of(run)),
         "body": "\n".join(_body(run, charts)),
@@ -102,12 +102,26 @@ def tiles_of(run: RunFile) -> list[tuple[str, str]]:
         found.append(("held-out loss", f"{held_out:.4f}"))
     if speeds:
         found.append(("samples per second", f"{statistics.median(speeds):,.4g}"))
-    if isinstance(tokens := run.facts.get("tokens_per_second"), float):
-        found.append(("tokens per second", f"{tokens:,.0f}"))
+    found += _token_tiles(run)
     found.append(("time in steps", duration(sum(row.seconds for row in steps))))
     found.append(("peak memory", format_bytes(next(iter(run.report.peaks.values())))))
     skipped = sum(row.skipped for row in steps)
     return [*found, ("steps skipped", f"{skipped:,}")] if skipped else found
+
+
+def _token_tiles(run: RunFile) -> Iterable[tuple[str, str]]:
+    """Yield tokens per second, of all ranks and of each, and MFU, as far as the record has them."""
+    rows, ranks = run.steps[1:] or run.steps, run.facts.get("world_size")
+    speeds = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
+    shares = [share for row in rows if (share := row.utilization(run.peak_flops)) is not None]
+    exact = run.facts.get("tokens_per_second")  # of all ranks
+    speed = exact if isinstance(exact, float) else statistics.median(speeds) if speeds else None
+    if speed is not None:
+        yield "tokens per second", f"{speed:,.0f}"
+        if isinstance(ranks, int) and ranks > 1:
+            yield "tokens per second and rank", f"{speed / ranks:,.0f}"
+    if shares:
+        yield "MFU", f"{statistics.median(shares):.1%}"
 
 
 def facts_of(run: RunFile) -> Iterable[tuple[str, str]]:

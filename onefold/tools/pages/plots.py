@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> Any:
 def write_pngs(run: RunFile, folder: Place) -> list[Place]:
     """Write one file for each chart: report-loss.png and so on."""
     written = []
-    for chart in charts_of(run.steps, waits_for_device=bool(run.facts.get("waits_for_device"))):
+    for chart in charts_of(run):
         figure = new_figure(8, 4)
         if figure is None:
             raise RunFileError(

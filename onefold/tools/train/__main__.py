@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onefold.redaction import redact
-from onefold.tools.train.options import OptionError, TrainOptions, add_arguments
+from onefold.tools.train.options import OptionError, TrainOptions, add_arguments, add_recipe
+from onefold.tools.train.recipe import options_of, with_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the options and run this rank."""
     parser = argparse.ArgumentParser(prog="python -m onefold.train", description=__doc__)
+    add_recipe(parser)
     add_arguments(parser)
     try:
-        options = TrainOptions.from_arguments(parser.parse_args(arguments))
+        options = options_of(with_recipe(parser.parse_args(arguments)))
     except OptionError as error:
         _show(str(error))
         return 2

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.checkpoint.state.weights import consolidate
+from onefold.config import load_config
 from onefold.engine import Engine
 from onefold.tools.train.data import Batch, DataError, files_of
 from onefold.tools.train.options import TrainOptions
-from onefold.tools.train.tokens import NOT_PREDICTED, ROW_SUFFIXES, Lines, Row, SequenceSource, Tokens, Windows
+from onefold.tools.train.rows import is_rows
+from onefold.tools.train.tokens import NOT_PREDICTED, Row, Rows, SequenceSource, Tokens, Windows
 
 SEQUENCE_LENGTH = 512
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -45,14 +47,22 @@ class HuggingFaceTask:
                 "give its config.json; the tokenizer next to it is used."
             )
         self._tokens = _tokenizer(self._path, self._settings)
-        files = [str(file) for path in options.data for file in files_of(Path(path))]
-        rows = [file for file in files if file.endswith(ROW_SUFFIXES)]
+        files, held_out = ([str(file) for path in paths for file in files_of(Path(path))]
+                           for paths in (options.data, options.eval_data))  # fmt: skip
+        rows = [file for file in files if is_rows(file)]
         if rows and len(rows) < len(files):
-            raise DataError("--data mixes rows of JSON (.jsonl) and text. Give one of them.")
+            raise DataError("--data mixes rows (.jsonl, .json, .parquet) and text. Give one of them.")
+        if held_out and not (rows and all(map(is_rows, held_out))):
+            raise DataError("--eval-data needs rows (.jsonl, .json, .parquet) in --data and --eval-data")
         how = self._tokens, self.sequence_length, options.seed
-        self._source: SequenceSource = Lines(rows, *how) if rows else Windows(options.data, *how)
+        self._source: SequenceSource = Rows(rows, *how, held_out) if rows else Windows(options.data, *how)
         self.data, self.num_rows = self._source.name, self._source.num_train
-        lora = f", LoRA of rank {options.lora}" if options.lora else ""
+        if options.qlora and not _has_weights(self._path):
+            raise DataError(
+                f"--qlora quantizes weights while they are loaded, but --model {self._path} has none. Give a folder "
+                "with weights."
+            )
+        lora = f", {options.describe_adapter()}" if options.adapter_rank else ""
         self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"
 
     def describe_data(self) -> str:
@@ -72,13 +82,32 @@ class HuggingFaceTask:
 
                     alive = HfDeepSpeedConfig(config)  # transformers looks it up while it loads
                     stack.callback(lambda: alive)
-                model = AutoModelForCausalLM.from_pretrained(self._path)
-        if self._options.lora:
+                model = AutoModelForCausalLM.from_pretrained(self._path, **self._quantization(config))
+        if self._options.adapter_rank:
             from peft import LoraConfig, get_peft_model
 
-            asked = LoraConfig(r=self._options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            asked = LoraConfig(r=self._options.adapter_rank, target_modules="all-linear", task_type="CAUSAL_LM")
             model = get_peft_model(model, asked)
         return model  # type: ignore[no-any-return]
+
+    def _quantization(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the argument of `from_pretrained` for 4-bit weights, with --qlora."""
+        if not self._options.qlora or getattr(self._settings, "quantization_config", None) is not None:
+            return {}  # a model whose files are quantized keeps its format
+        from transformers import BitsAndBytesConfig
+
+        # 16-bit products if the run trains in bf16 or fp16.
+        settings = load_config(config)
+        dtype = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else torch.float32
+        return {
+            "quantization_config": BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=dtype,
+            ),
+            "dtype": dtype,
+        }
 
     def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
         return self._pad(self._source.train_rows(step, rank, world_size, batch_size))
@@ -110,18 +139,19 @@ class HuggingFaceTask:
 
     def save_weights(self, engine: Engine, folder: Path) -> str:
         model: Any = engine.module
-        place = folder / ("adapter" if self._options.lora else "model")
-        weights = consolidate(model, exclude_frozen=bool(self._options.lora))
+        place = folder / ("adapter" if self._options.adapter_rank else "model")
+        weights = consolidate(model, exclude_frozen=bool(self._options.adapter_rank))
         if weights is not None:
             model.save_pretrained(place, state_dict=weights)
             self._tokens.save(place)
-        if not self._options.lora:
+        if not self._options.adapter_rank:
             load = f"AutoModelForCausalLM.from_pretrained({str(place)!r})"
             return f"the trained model is in {place}; load it with\n  transformers.{load}"
         base = f"AutoModelForCausalLM.from_pretrained({str(self._path)!r})"
         return (
             f"the trained adapter is in {place}; load it with\n"
-            f"  peft.PeftModel.from_pretrained(transformers.{base}, {str(place)!r})"
+            f"  peft.PeftModel.from_pretrained(transformers.{base}, {str(place)!r})\n"
+            f"merge it into the model with onefold merge {folder}; chat with it with onefold chat {folder}"
         )
 
 

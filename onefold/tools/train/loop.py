@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 import torch
@@ -22,15 +23,19 @@ from onefold.config import ConfigError, load_config, solve_batch
 from onefold.engine import Engine
 from onefold.log import logger
 from onefold.plan import make_plan
+from onefold.report.device_peaks import peak_flops
 from onefold.report.memory_usage import peak_bytes, used_bytes
+from onefold.report.model_flops import ModelFlops
 from onefold.report.run_file import RunFileError
 from onefold.runtime import unsharded_shape
 from onefold.stop_signals import SAME_SIGNAL_SECONDS
 from onefold.tools.pages.page import write_page
 from onefold.tools.train.data import DataError
-from onefold.tools.train.options import PreparedConfig, TrainOptions, prepare_config, write_settings
+from onefold.tools.train.options import PreparedConfig, TrainOptions, prepare_config
 from onefold.tools.train.progress import NO_CURVE, Progress, StepMetrics, Summary, make_progress, show, write_files
+from onefold.tools.train.recipe import write_recipe
 from onefold.tools.train.task import Task, choose_task
+from onefold.tools.train.tokens import NOT_PREDICTED
 
 
 class ResumeError(ValueError):
@@ -43,7 +48,7 @@ def train(options: TrainOptions) -> bool:
     task = choose_task(options)
     options = count_steps(options, task)
     if os.environ.get("RANK", "0") == "0":
-        write_settings(options)
+        write_recipe(options)
     prepared = prepare_config(options, on_gpus=torch.cuda.is_available())
     prepared = with_own_keys(prepared, options.folder)
     with stop_on_interrupt() as stop_asked:
@@ -75,7 +80,9 @@ def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
     if options.epochs is None:
         return options
     if task.num_rows is None:
-        raise DataError("--epochs needs rows of JSON (.jsonl), because text is sampled at random. Give --steps.")
+        raise DataError(
+            "--epochs needs rows (.jsonl, .json, .parquet), because text is sampled at random. Give --steps."
+        )
     config = load_config(prepare_config(options, on_gpus=torch.cuda.is_available()).document)
     batch = solve_batch(config, int(os.environ.get("WORLD_SIZE", "1"))).train
     return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
@@ -167,25 +174,29 @@ def train_steps(
 ) -> list[StepMetrics]:
     """Run optimizer steps until the last one or a request to stop. `done` is the number of steps so far."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    model_flops, peak = ModelFlops.of(engine.module), device_peak(engine.device)
     micro_batch_size, accumulation = engine.batch.micro, engine.batch.accumulation
     engine.train()
     step_started = time.perf_counter()
     started = step_started - (done[-1].seconds if done else 0.0)
     for step in range(len(done) + 1, options.steps + 1):
-        loss_sum, num_tokens = torch.zeros((), device=engine.device), 0
+        loss_sum, num_tokens, flops = torch.zeros((), device=engine.device), 0, 0.0
         for micro_step in range((step - 1) * accumulation, step * accumulation):
             tokens, targets = task.train_batch(micro_step, rank, world_size, micro_batch_size)
             loss = task.loss(engine, (tokens.to(engine.device), targets.to(engine.device)))
             engine.backward(loss)
+            found = count_tokens(targets)
+            engine.count_tokens(found, tokens.shape[1])
             engine.step()
             loss_sum += loss.detach().float()
-            num_tokens += int((targets != -100).sum())
-        # One small all-reduce per step: the mean loss, the number of target tokens (rows differ in length), and whether
-        # any rank received a request to stop, so that all stop together.
-        counts = torch.tensor([float(num_tokens), float(stop_asked())]).to(loss_sum)
+            num_tokens += found
+            flops += found * model_flops.per_token(tokens.shape[1]) if model_flops is not None else 0.0
+        # One small all-reduce per step: the mean loss, the number of tokens and their FLOPs (rows differ in length),
+        # and whether any rank received a request to stop, so that all stop together.
+        counts = torch.tensor([float(num_tokens), flops, float(stop_asked())]).to(loss_sum)
         shared = torch.cat([loss_sum[None] / (accumulation * world_size), counts])
         dist.all_reduce(shared)
-        mean_loss, num_tokens_of_all, num_stopping = shared.tolist()
+        mean_loss, num_tokens_of_all, flops_of_all, num_stopping = shared.tolist()
         now = time.perf_counter()
         metrics = StepMetrics(
             step=step,
@@ -195,6 +206,8 @@ def train_steps(
             tokens_per_second=num_tokens_of_all / (now - step_started),
             memory_bytes=used_bytes(engine.device),
             seconds=now - started,
+            num_ranks=world_size,
+            mfu=flops_of_all / (now - step_started) / (peak * world_size) if flops_of_all and peak else None,
         )
         if options.eval_every and step % options.eval_every == 0 and step < options.steps:
             metrics = replace(metrics, held_out_loss=evaluate(engine, task))
@@ -215,6 +228,16 @@ def train_steps(
             progress.print(f"interrupted at step {step}; writing the summary")
             break
     return done
+
+
+def count_tokens(targets: torch.Tensor) -> int:
+    """Count the tokens of a micro-batch without padding, which comes after the last target of a row."""
+    return int((targets != NOT_PREDICTED).flip(1).cummax(1).values.sum())
+
+
+def device_peak(device: torch.device) -> float | None:
+    """Return the peak FLOP/s of a device. None on CPUs, and for unknown GPUs."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress, steps: list[StepMetrics]) -> None:
@@ -254,6 +277,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
         last_loss=steps[-1].loss,
         held_out_loss=held_out_loss,
         tokens_per_second=_mean_speed(steps),
+        mfu=median(shares) if (shares := [step.mfu for step in steps if step.mfu is not None]) else None,
         peak_bytes_per_rank=tuple(peaks.tolist()),
         traffic=tuple(engine.ledger.rows()),
         bytes_by_stage={name: found.total for name, found in engine.model_memory.planned_bytes_by_stage().items()},

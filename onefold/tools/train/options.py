@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.storage.object_path import StorageError
-from onefold.storage.place import absolute, local_path, place
+from onefold.storage.place import local_path, place
 
 SHIPPED_CONFIG = Path(__file__).with_name("config.json")
 PRESET_NAMES = ("tiny", "small", "25m", "120m", "1.3b")
@@ -28,9 +26,9 @@ ADAPTER_RATE, MODEL_RATE = 2e-4, 2e-5
 LORA_RANK = 16
 
 CHECKPOINTS = "checkpoints"
-SETTINGS, GIVEN_CONFIG = "settings.json", "ds_config.json"
-# Options that a resumed run may not change.
-KEPT = ("preset", "model", "data", "lora", "sequence_length", "seed", "checkpoints")
+PRECISIONS = ("bf16", "fp16", "fp32")
+# Flags of which a command and its recipe may give one.
+_EXCLUSIVE = ("steps", "epochs"), ("lora", "qlora")
 
 
 class OptionError(ValueError):
@@ -61,8 +59,10 @@ class TrainOptions:
     lr: float | None = None
     batch: int | None = None
     accumulation: int | None = None
-    bf16: bool = False
+    precision: str | None = None
     eval_every: int = 0
+    eval_data: tuple[str, ...] = ()
+    qlora: int = 0
 
     @property
     def folder(self) -> Path:
@@ -74,29 +74,30 @@ class TrainOptions:
         """The folder or the URL of the checkpoints of this run."""
         return self.checkpoints or str(self.folder / CHECKPOINTS)
 
-    @staticmethod
-    def from_arguments(arguments: argparse.Namespace) -> TrainOptions:
-        """Return the options of parsed flags. A resumed run has all others from its folder."""
-        names = {field.name for field in fields(TrainOptions)}
-        given = {name: value for name, value in vars(arguments).items() if name in names}
-        if "data" in given:
-            given["data"] = tuple(given["data"])
-        if "resume" in given:
-            return _resumed(given.pop("resume"), given)
-        return TrainOptions(**given)
+    @property
+    def adapter_rank(self) -> int:
+        """The rank of the adapter, or 0 if all weights are trained."""
+        return self.lora or self.qlora
+
+    def describe_adapter(self) -> str:
+        """Describe the adapter."""
+        return f"{'QLoRA' if self.qlora else 'LoRA'} of rank {self.adapter_rank}"
 
     def to_arguments(self) -> tuple[str, ...]:
         """Return the flags of these options, with which the ranks are started."""
         flags = {
             **vars(self),
-            **dict.fromkeys(("data", "save", "bf16"), None),
+            **dict.fromkeys(("data", "eval_data", "save"), None),
             "resume": self.out if self.resume else None,
             "lora": self.lora or None,
+            "qlora": self.qlora or None,
             "steps": self.steps if self.epochs is None else None,
         }
         given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
-        given += ["--bf16"] * self.bf16 + ["--no-save"] * (not self.save)
-        return (*given, *(("--data", *self.data) if self.data else ()))
+        given += ["--no-save"] * (not self.save)
+        for flag, paths in (("--data", self.data), ("--eval-data", self.eval_data)):
+            given += [flag, *paths] if paths else []
+        return tuple(given)
 
 
 def default_out(options: TrainOptions) -> str:
@@ -106,24 +107,41 @@ def default_out(options: TrainOptions) -> str:
     return str(Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{name}{stage}"))
 
 
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command that starts the ranks."""
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
+    add("--ranks", type=at_least_one, metavar="N", help="number of processes (default: one per GPU, or 2 without GPUs)")
+    add("--max-restarts", type=not_negative, metavar="N",
+        help="restart all ranks after a failure, at most N times; with --save-every they continue from the last "
+        "checkpoint")  # fmt: skip
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe."""
+    parser.add_argument("recipe", nargs="?", default=argparse.SUPPRESS, metavar="RECIPE",
+        help="YAML file whose keys are the flags below, without --")  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags without defaults, because a resumed run takes missing ones from its record."""
+    """Add the flags without defaults, because a resumed run takes missing ones from its recipe."""
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
     default = TrainOptions()
     add("--model", metavar="PATH",
         help="a causal language model of Hugging Face: a folder with its weights, config and tokenizer, or a "
         "config.json to start from random weights; nothing is downloaded (default: the built-in GPT)")  # fmt: skip
     add("--data", nargs="+", metavar="PATH",
-        help="text files or folders (default: the source of Python's standard library); with --model also rows of "
-        "JSON (.jsonl)")  # fmt: skip
-    add("--lora", type=at_least_one, nargs="?", const=LORA_RANK, metavar="RANK",
-        help=f"with --model: train a LoRA adapter of this rank (default rank: {LORA_RANK}) and freeze the "
-        "model")  # fmt: skip
+        help="text files or folders (default: the source of Python's standard library); with --model also rows: "
+        ".jsonl, .json with an array, .parquet")  # fmt: skip
+    adapter = parser.add_mutually_exclusive_group()
+    for name, what in (("lora", "and freeze the model"), ("qlora", "on the model with frozen 4-bit weights")):
+        adapter.add_argument(f"--{name}", type=at_least_one, nargs="?", const=LORA_RANK, default=argparse.SUPPRESS,
+            metavar="RANK",
+            help=f"with --model: train a LoRA adapter of this rank (default rank: {LORA_RANK}) {what}")  # fmt: skip
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=at_least_one, default=argparse.SUPPRESS, metavar="N",
         help=f"optimizer steps (default: {default.steps})")  # fmt: skip
     length.add_argument("--epochs", type=above_zero, default=argparse.SUPPRESS, metavar="N",
-        help="instead of --steps: number of passes over the rows of JSON, e.g. 3 or 0.5")  # fmt: skip
+        help="instead of --steps: number of passes over the rows, e.g. 3 or 0.5")  # fmt: skip
     add("--lr", type=above_zero, metavar="RATE",
         help=f"learning rate, overrides the config (default: {ADAPTER_RATE:g} with --lora, {MODEL_RATE:g} with "
         f"--model, {LEARNING_RATE:g} for the GPT)")  # fmt: skip
@@ -133,7 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches per step, overrides the config (default: 1)")  # fmt: skip
     add("--sequence-length", type=at_least_one, metavar="N",
         help="with --model: tokens per sequence (default: 512, or the model's limit if it is lower)")  # fmt: skip
-    add("--bf16", action="store_true", help="train in bf16 (default: on GPUs, unless a config is given)")
+    add("--precision", choices=PRECISIONS,
+        help="overrides the config (default: bf16 on GPUs unless a config is given, otherwise fp32)")  # fmt: skip
+    add("--bf16", dest="precision", action="store_const", const="bf16", help=argparse.SUPPRESS)
     add("--config", metavar="FILE", help="DeepSpeed config (default: the one shipped with onefold: stage 3, AdamW)")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage, overrides zero_optimization.stage")
     add("--preset", choices=PRESET_NAMES,
@@ -143,6 +163,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=not_negative, metavar="N", help=f"seed of weights, data and sample (default: {default.seed})")
     add("--eval-every", type=not_negative, metavar="N",
         help="compute the held-out loss every N steps (default: at the end only)")  # fmt: skip
+    add("--eval-data", nargs="+", metavar="PATH",
+        help="rows for the held-out loss (default: the last twentieth of --data)")  # fmt: skip
     saved = parser.add_mutually_exclusive_group()
     saved.add_argument("--no-save", dest="save", action="store_false", default=argparse.SUPPRESS,
         help="do not write the trained weights (default: into OUT/adapter with --lora, else OUT/model)")  # fmt: skip
@@ -161,77 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"length of the sample in bytes, or tokens with --model (default: {default.sample_length})")  # fmt: skip
 
 
-# -- settings of a run -----------------------------------------------------------------------------------------------
-
-
-def write_settings(options: TrainOptions) -> None:
-    """Write the options and the given config into the folder of the run, for `--resume`."""
-    from onefold.config import load_config
-
-    folder = options.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: _comparable(name, value) for name, value in asdict(options).items()}
-    if options.config is not None:
-        given = folder / GIVEN_CONFIG
-        if not given.exists() or not given.samefile(options.config):
-            _replace(given, load_config(options.config).raw)
-        kept["config"] = GIVEN_CONFIG
-    del kept["out"], kept["resume"], kept["epochs"]
-    _replace(folder / SETTINGS, kept)
-
-
-def _replace(path: Path, document: Mapping[str, Any]) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(document, indent=2) + "\n")
-    part.replace(path)
-
-
-def _resumed(folder: str, given: dict[str, Any]) -> TrainOptions:
-    """Merge the recorded options of a run with the given ones. Raise if they contradict each other."""
-    recorded = _read_settings(Path(folder))
-    if given.pop("out", folder) != folder:
-        raise OptionError(f"--resume {folder}: a resumed run writes to its own folder. Leave out --out.")
-    for name in KEPT:
-        then, now = (_comparable(name, options.get(name, getattr(TrainOptions, name))) for options in (recorded, given))
-        if name in given and then != now:
-            flag = f"--{name.replace('_', '-')}"
-            if not then and name != "seed":
-                raise OptionError(f"--resume {folder}: the run does not use {flag}. Leave it out.")
-            words = f"{flag} {' '.join(then) if isinstance(then, tuple) else then}"
-            raise OptionError(f"--resume {folder}: the run uses {words}. Leave {flag} out, or give {words}.")
-    recorded |= {"data": tuple(recorded.get("data", ())), "resume": True, "out": folder}
-    if recorded.get("config") is not None:
-        recorded["config"] = str(Path(folder, recorded["config"]))
-    return TrainOptions(**{**recorded, **given})
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise OptionError(f"--resume {folder}: no such folder")
-    path = folder / SETTINGS
-    if not path.is_file():
-        raise OptionError(f"--resume {folder}: not a folder of `onefold train`, because {SETTINGS} is missing")
-    try:
-        recorded = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise OptionError(f"--resume {folder}: {path} cannot be read ({error})") from error
-    unknown = set(recorded) - {field.name for field in fields(TrainOptions)} if isinstance(recorded, dict) else {"?"}
-    if unknown:
-        raise OptionError(f"--resume {folder}: {path} has unknown settings: {', '.join(unknown)}")
-    checkpoints = folder / CHECKPOINTS
-    if recorded.get("checkpoints") is not None:  # the load finds whether they exist
-        return dict(recorded)
-    if not checkpoints.is_dir() or not any(entry.is_dir() for entry in checkpoints.iterdir()):
-        raise OptionError(f"--resume {folder}: no checkpoint in {checkpoints}. Run with --save-every N to save some.")
-    return dict(recorded)
-
-
-def _comparable(name: str, value: Any) -> Any:
-    if name == "data":
-        return tuple(os.path.abspath(path) for path in value)
-    if name == "checkpoints":
-        return value and str(absolute(place(value)))
-    return os.path.abspath(value) if name == "model" and value is not None else value
+# -- checks, and the config --------------------------------------------------------------------------------------------
 
 
 def check_inputs(options: TrainOptions) -> None:
@@ -244,18 +196,24 @@ def check_inputs(options: TrainOptions) -> None:
         raise OptionError(f"{error}. Give a URL as --checkpoints.") from None
     if options.out is not None and Path(options.out).exists() and not Path(options.out).is_dir():
         raise OptionError(f"--out {options.out}: not a folder")
-    for path in options.data:
-        if not Path(path).exists():
-            raise OptionError(f"--data {path}: no such file or folder")
+    for flag, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
+        for path in paths:
+            if not Path(path).exists():
+                raise OptionError(f"{flag} {path}: no such file or folder")
     if options.model is None:
         return
     if not Path(options.model).exists():
         raise OptionError(f"--model {options.model}: no such file or folder (nothing is downloaded)")
     if not Path(options.model).is_file() and not Path(options.model).is_dir():
         raise OptionError(f"--model {options.model}: neither a folder nor a file")
-    for package in ("transformers", *(["peft"] if options.lora else [])):
+    for package in ("transformers", *(["peft"] if options.adapter_rank else [])):
         if find_spec(package) is None:
             raise OptionError(f"--model needs {package}, which is missing. Run pip install 'onefold[huggingface]'.")
+    if options.qlora and find_spec("bitsandbytes") is None:
+        raise OptionError(
+            "--qlora needs bitsandbytes, which is missing. Run pip install bitsandbytes, or use --lora, which keeps "
+            "the weights of the model in 16 or 32 bits."
+        )
 
 
 @dataclass(frozen=True)
@@ -272,24 +230,23 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
 
     if options.model is not None and options.preset != TrainOptions.preset:
         raise OptionError("--preset is for the built-in GPT. Leave it out with --model.")
-    for flag in ("lora", "sequence_length", "epochs"):
+    for flag in ("lora", "qlora", "sequence_length", "epochs", "eval_data"):
         if options.model is None and getattr(options, flag):
             raise OptionError(f"--{flag.replace('_', '-')} is for a Hugging Face model. Give --model PATH, too.")
     given = load_config(options.config or SHIPPED_CONFIG)
     document: dict[str, Any] = copy.deepcopy(dict(given.raw))
     notes: list[str] = []
-    learning_rate = LEARNING_RATE if options.model is None else ADAPTER_RATE if options.lora else MODEL_RATE
+    learning_rate = LEARNING_RATE if options.model is None else ADAPTER_RATE if options.adapter_rank else MODEL_RATE
     learning_rate = options.lr or learning_rate
     if options.config is None or (options.lr is not None and given.optimizer is not None and given.optimizer.type):
         _set_parameter(document, "optimizer", "lr", learning_rate)
-    if options.config is None and on_gpus:
-        document["bf16"] = {"enabled": True}
+    precision = options.precision or ("bf16" if options.config is None and on_gpus else None)
+    if precision is not None:
+        _set_precision(document, precision)
     if options.stage is not None:
         document.pop("zero_optimization.stage", None)
         zero = document.get("zero_optimization")
         document["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": options.stage}
-    if options.bf16:
-        document["bf16"] = {"enabled": True}
     keeps_batch = given.train_batch_size is not None and options.accumulation is None
     if options.accumulation is not None:
         document["gradient_accumulation_steps"] = options.accumulation
@@ -318,6 +275,16 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
                     notes.append(f"scheduler.params.{name} = {value}")
     line = (f"defaults for missing keys: {', '.join(notes)}",) if notes else ()
     return PreparedConfig(document, line)
+
+
+def _set_precision(document: dict[str, Any], precision: str) -> None:
+    """Enable the section of a precision, and disable the other one."""
+    document.pop("bfloat16", None)  # the alias of bf16
+    for name in ("bf16", "fp16"):
+        document.pop(f"{name}.enabled", None)
+        section = document.get(name)
+        if name == precision or section is not None:
+            document[name] = {**(section if isinstance(section, Mapping) else {}), "enabled": name == precision}
 
 
 def _set_parameter(document: dict[str, Any], section: str, name: str, value: float) -> None:

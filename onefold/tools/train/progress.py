@@ -38,6 +38,20 @@ class StepMetrics:
     """Seconds since training began."""
     held_out_loss: float | None = None
     """The held-out loss after this step, with --eval-every."""
+    num_ranks: int = 1
+    mfu: float | None = None
+    """Model FLOPs utilization. None on CPUs, and for unknown GPUs and models."""
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second, of all ranks and of each, and MFU."""
+        return describe_speed(self.tokens_per_second, self.num_ranks, self.mfu)
+
+
+def describe_speed(tokens_per_second: float, num_ranks: int, mfu: float | None) -> str:
+    """Describe tokens per second, of all ranks and of each, and MFU."""
+    each = f" ({tokens_per_second / num_ranks:,.0f} per rank)" if num_ranks > 1 else ""
+    return f"{tokens_per_second:,.0f} tokens/s{each}" + ("" if mfu is None else f", MFU {mfu:.1%}")
 
 
 # -- progress --------------------------------------------------------------------------------------------------------
@@ -71,7 +85,7 @@ class LineProgress(Progress):
             left = format_seconds(metrics.seconds / metrics.step * (self._num_steps - metrics.step))
             self.print(
                 f"step {metrics.step:>5}/{self._num_steps}  loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2e}  "
-                f"grad norm {metrics.grad_norm:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+                f"grad norm {metrics.grad_norm:.3f}  {metrics.speed}  "
                 f"memory {format_bytes(metrics.memory_bytes)}  {left} left"
             )
 
@@ -110,7 +124,7 @@ class LiveProgress(Progress):
     def update(self, metrics: StepMetrics) -> None:
         self._bar.figures = (
             f"learning rate {metrics.learning_rate:.2e}   gradient norm {metrics.grad_norm:.3f}   "
-            f"{metrics.tokens_per_second:,.0f} tokens/s   memory {format_bytes(metrics.memory_bytes)}"
+            f"{metrics.speed}   memory {format_bytes(metrics.memory_bytes)}"
         )
         self._bar.update(self._task, completed=metrics.step, loss=f"loss {metrics.loss:.3f}")
 
@@ -154,6 +168,7 @@ class Summary:
     last_loss: float
     held_out_loss: float
     tokens_per_second: float
+    mfu: float | None
     peak_bytes_per_rank: tuple[int, ...]
     traffic: tuple[Row, ...]
     """Traffic of rank 0."""
@@ -173,7 +188,7 @@ class Summary:
             ("steps", f"{steps} in {format_seconds(self.seconds)}{', interrupted' * self.stopped}"),
             ("loss", f"{self.first_loss:.4f} first, {self.last_loss:.4f} last"),
             ("held-out loss", f"{self.held_out_loss:.4f} ({self.held_out_loss / 0.6931:.2f} bits per {self.unit})"),
-            ("speed", f"{self.tokens_per_second:,.0f} tokens/s over all ranks"),
+            ("speed", describe_speed(self.tokens_per_second, self.num_ranks, self.mfu)),
             ("peak memory", f"{peaks} (by rank)"),
             ("model states", f"{states} (per rank, by stage)"),
             *((f"sent: {row.operation}", _sent(row)) for row in self.traffic),

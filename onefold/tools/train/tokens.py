@@ -1,9 +1,7 @@
-"""Sequences of tokens for a model of transformers, from windows of text or lines of JSON, tokenized on demand."""
+"""Sequences of tokens for a model of transformers, from windows of text or from rows, tokenized on demand."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onefold.tools.train.data import HELD_OUT_FRACTION, HELD_OUT_SEQUENCES, Bytes, DataError, files_of, load_corpus
+from onefold.tools.train.data import HELD_OUT_FRACTION, HELD_OUT_SEQUENCES, Bytes, DataError, load_corpus
+from onefold.tools.train.rows import RowFile, format_of, open_rows, read_row
 
 # Bytes of a window of text for each requested token; the rest is cut off.
 BYTES_A_TOKEN = 8
 NOT_PREDICTED = -100
-ROW_SUFFIXES = (".jsonl", ".ndjson")
 
 Row = tuple[list[int], list[int]]
 """Tokens, and labels with NOT_PREDICTED for positions without a target."""
@@ -112,20 +110,27 @@ class Windows:
         return tokens, tokens
 
 
-class Lines:
-    """Files of JSON, one object per line, see `read_row`.
+class Rows:
+    """Files of rows, see `read_row`.
 
-    Every line is used once per epoch, in an order drawn from (seed, epoch); the last twentieth is held out. All lines
-    are checked before the first step, and tokenized on demand. Texts and all turns of a conversation are targets;
-    prompts are not.
+    Every row is used once per epoch, in an order drawn from (seed, epoch). The rows of `held_out` are held out, or the
+    last twentieth of the others. All rows are checked before the first step, and tokenized on demand. Texts and all
+    turns of a conversation are targets; prompts are not.
     """
 
-    def __init__(self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int) -> None:
+    def __init__(
+        self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int, held_out: Sequence[str] = ()
+    ) -> None:
         self.name = ", ".join(paths)
         self._tokens, self._length, self._seed = tokens, sequence_length, seed
-        self._files = [(path, _mapped(path)) for path in paths]
-        self._places = list(self._find_lines())
-        self._num_held_out = max(int(len(self._places) * HELD_OUT_FRACTION), 1)
+        self._files = [open_rows(path) for path in (*paths, *held_out)]
+        self._places = [(file, index) for file in self._files for index in range(len(file))]
+        for file, index in self._places:
+            self._parts(file, index)
+        given = sum(map(len, self._files[len(paths) :]))
+        if held_out and not given:
+            raise DataError(f"--eval-data {', '.join(held_out)} has no rows")
+        self._num_held_out = given or max(int(len(self._places) * HELD_OUT_FRACTION), 1)
         self.num_train = len(self._places) - self._num_held_out
         if self.num_train < 1:
             raise DataError(
@@ -133,16 +138,8 @@ class Lines:
             )
 
     def describe(self) -> str:
-        return f"{self.num_train:,} rows of {self.name}, {self._num_held_out:,} more held out"
-
-    def _find_lines(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield file, line number, begin and end of every line that is not blank. Raise for the first bad one."""
-        for number, (_, file) in enumerate(self._files):
-            ends = [*(np.flatnonzero(file == ord("\n")) + 1).tolist(), len(file)]
-            for line, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
-                if file[begin:end].tobytes().strip():
-                    self._parts(number, line, begin, end)
-                    yield number, line, begin, end
+        kinds = {format_of(file.row(0)) for file in self._files if len(file)}
+        return f"{self.num_train:,} rows of {self.name} ({', '.join(map(str, kinds))}), {self._num_held_out:,} held out"
 
     def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]:
         first = (step * world_size + rank) * batch_size
@@ -169,84 +166,11 @@ class Lines:
         asked = [*self._tokens.begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
         return (asked + learnt)[: self._length], ([NOT_PREDICTED] * len(asked) + learnt)[: self._length]
 
-    def _parts(self, number: int, line: int, begin: int, end: int) -> tuple[str, str]:
-        """Return the prompt of a line, and the target text."""
-        path, file = self._files[number]
-        where = f"--data {path}, line {line:,}"
-        prompt, text = read_row(file[begin:end].tobytes(), where)
+    def _parts(self, file: RowFile, index: int) -> tuple[str, str]:
+        """Return the prompt of a row, and the target text."""
+        where = file.where(index)
+        prompt, text = read_row(file.row(index), where)
         return (prompt, text) if isinstance(text, str) else ("", self._tokens.chat(text, where))
-
-
-ALPACA_HEAD = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
-)
-ALPACA_INPUT = ", paired with an input that provides further context"
-
-
-def read_row(line: bytes, where: str) -> tuple[str, str | list[Any]]:
-    """Return the prompt and the text of a line of JSON, or the messages of a conversation in place of the text.
-
-    An object has `prompt` and `completion`; `instruction` and `output`, and perhaps `input` (Alpaca's rows, with its
-    prompt); `text`; or `messages`. Raise `DataError` for anything else, with what was found there.
-    """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
-
-    def has(*names: str) -> bool:
-        return all(isinstance(row.get(name), str) for name in names)
-
-    if not isinstance(row, dict):
-        raise DataError(f'{where}: expected an object, as in {{"text": ...}}, not {_kind(row)}')
-    if has("prompt", "completion"):
-        prompt, text = row["prompt"], row["completion"]
-    elif has("instruction", "output"):
-        context = row.get("input") if isinstance(row.get("input"), str) and row["input"].strip() else None
-        parts = [ALPACA_HEAD.format(ALPACA_INPUT if context else ""), f"### Instruction:\n{row['instruction']}"]
-        parts += [f"### Input:\n{context}"] if context else []
-        prompt, text = "\n\n".join([*parts, "### Response:\n"]), row["output"]
-    elif has("text"):
-        prompt, text = "", row["text"]
-    elif "messages" in row:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
-            raise DataError(f"{where}: messages must be a list of objects with role and content")
-        return "", messages
-    else:
-        found = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
-        raise DataError(
-            f"{where}: the row has {found[:200]}. Give text, or prompt and completion, or instruction and output "
-            "(each a string), or messages."
-        )
-    if not text.strip():
-        raise DataError(f"{where}: the text is empty")
-    return prompt, text
-
-
-def _kind(value: Any) -> str:
-    """Name a value's type as JSON does."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    names = {"str": "string", "list": "array", "dict": "object"}
-    return names.get(type(value).__name__, "number")
-
-
-def check_first_rows(paths: Sequence[str]) -> None:
-    """Raise DataError if the first row of a JSON file cannot be used. Reads only that row, without a tokenizer."""
-    for file in (file for path in paths for file in files_of(Path(path)) if file.suffix in ROW_SUFFIXES):
-        with file.open("rb") as opened:
-            first = next(((number, line) for number, line in enumerate(opened, start=1) if line.strip()), None)
-        if first is not None:
-            read_row(first[1], f"--data {file}, line {first[0]:,}")
-
-
-def _mapped(path: str) -> Bytes:
-    try:
-        size = os.path.getsize(path)
-        return np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, dtype=np.uint8)
-    except OSError as error:
-        raise DataError(f"--data {path}: {error.strerror}") from error
 
 
 @lru_cache(maxsize=2)
