@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Net, batches, config, first_difference, more, net, rank, start, train
+from models import Net, batches, config, first_difference, more, net, rank, start, train, weights_of
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -307,6 +307,27 @@ def test_tensors_of_one_process_and_masters(tmp_path: Path) -> None:
     found = read_dcp(save_alone({"model": {"a": WEIGHT.bfloat16()}, "optimizer": optimizer}, tmp_path / "saved"))
     assert first_difference(dict(found.tensors())["model/a"], WEIGHT + 0.125) is None
     assert found.state["optimizer"]["groups"] == [{"lr": 0.5}]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tied_weights_load_into_a_tied_model(tmp_path: Path, on_ranks: OnRanks) -> None:
+    """DCP stores a tied weight under each of its names, and its states under one."""
+    torch.manual_seed(5)
+    model = Net(tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(*(torch.zeros(1, 3, dtype=torch.long),) * 2).backward()
+    optimizer.step()
+    state = state_of(model, optimizer)
+    assert {"embed.weight", "head.weight"} <= state["model"].keys()
+    import_dcp(save_alone(state, tmp_path / "saved"), tmp_path / "out")
+    (loaded,) = on_ranks(1, load_tied, str(tmp_path / "out"))
+    assert first_difference(loaded, dict(model.state_dict())) is None
+
+
+def load_tied(folder: str) -> dict[str, torch.Tensor]:
+    engine = start(net(seed=8, tied=True), config(3))
+    assert engine.load_checkpoint(folder)[0] is not None
+    return weights_of(engine.module)
 
 
 @pytest.mark.parametrize(
