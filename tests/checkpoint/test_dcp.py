@@ -320,12 +320,14 @@ def test_tied_weights_load_into_a_tied_model(tmp_path: Path, on_ranks: OnRanks) 
     state = state_of(model, optimizer)
     assert {"embed.weight", "head.weight"} <= state["model"].keys()
     import_dcp(save_alone(state, tmp_path / "saved"), tmp_path / "out")
-    (loaded,) = on_ranks(1, load_tied, str(tmp_path / "out"))
+    (loaded,) = on_ranks(1, load_tied, str(tmp_path / "out"), str(tmp_path / "saved"))
     assert first_difference(loaded, dict(model.state_dict())) is None
 
 
-def load_tied(folder: str) -> dict[str, torch.Tensor]:
+def load_tied(folder: str, source: str) -> dict[str, torch.Tensor]:
     engine = start(net(seed=8, tied=True), config(3))
+    with pytest.raises(ValueError, match=f"Run onefold import-dcp {source} OUT"):
+        engine.load_checkpoint(source)
     assert engine.load_checkpoint(folder)[0] is not None
     return weights_of(engine.module)
 
