@@ -9,6 +9,7 @@ from dataclasses import replace
 from glob import escape
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -95,6 +96,8 @@ def initialize(
     _check_mesh(mpu, mesh_param, settings.sequence_parallel_size)
     set_up_logging(settings.log_level, speaks=is_first)
     _log_notices(settings.notices, speaks=is_first)
+    if is_first:
+        _warn_of_unused_device()
     checkpointing.read_config(settings)
 
     given = list(model_parameters) if model_parameters is not None else []
@@ -206,6 +209,17 @@ def _check_mesh(mpu: Any, mesh_param: Any, size: int) -> None:
         raise ValueError(
             f"mpu: rank {rank} computes part {rank_of_sequence()} of its sequences, but {size} neighbouring ranks must "
             f"compute parts 0 to {size - 1}. Divide the ranks in this order, or set sequence_parallel_size instead."
+        )
+
+
+def _warn_of_unused_device() -> None:
+    """Warn if this machine has an accelerator on which onefold does not compute (XPU, NPU, MPS and others)."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type != "cuda":  # ROCm GPUs are devices of type cuda
+        logger.warning(
+            "the device %s of this machine is not used: onefold computes on CUDA and ROCm GPUs, and on CPUs. "
+            "Training uses the CPU",
+            found.type,
         )
 
 

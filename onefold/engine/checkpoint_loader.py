@@ -462,6 +462,9 @@ def _find_candidates(load_dir: Place, tag: str | None, tried: Sequence[str]) -> 
     good = [entry.tag for entry in found if not entry.problems]
     # A tag in `latest` was published once, even if its folder is now gone.
     was_published = (load_dir / folder.LATEST).exists() or any(folder.is_tag_folder(entry.folder) for entry in found)
+    if not good and folder.is_dcp(load_dir):
+        what = f"{load_dir} is a checkpoint of torch.distributed.checkpoint"
+        raise CheckpointError(f"{what}. Run onefold import-dcp {load_dir} OUT, and load OUT.")
     if not good and tag is None and not was_published:
         logger.warning("%s contains no checkpoint", load_dir)
         return []

@@ -8,13 +8,14 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Net, batches, config, first_difference, more, net, rank, start, train
+from models import Net, batches, config, first_difference, more, net, rank, start, train, weights_of
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -113,14 +114,32 @@ def save(folder: str, layout: str = "nested", kind: str = "AdamW") -> tuple[dict
         dcp.save({**state["model"], "optimizer": flat, **others}, checkpoint_id=f"{folder}/step-{STEPS}")
         dcp.save({**state["model"]}, checkpoint_id=f"{folder}/step-2")
     else:
-        dcp.save({"model": state["model"]}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
-        dcp.save({"optimizer": state["optimizer"]}, checkpoint_id=f"{folder}/optimizer_0")
+        save_as_accelerate(model, optimizer, folder)
         if rank() == 0:
             torch.save(schedule, f"{folder}/scheduler.bin")
             Path(folder, "random_states_0.pkl").write_bytes(pickle.dumps("never read"))
             Path(folder, "trainer_state.json").write_text("{}")
     found = state["optimizer"]["state"]
     return whole(state["model"]), {name: whole(values) for name, values in found.items()}
+
+
+def save_as_accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Call Accelerate's own functions. Its Accelerator uses FSDP on GPUs only."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+    )
+    accelerator = SimpleNamespace(
+        process_index=rank(), num_processes=dist.get_world_size(), is_fsdp2=True, wait_for_everyone=dist.barrier
+    )
+    PartialState(cpu=True)  # its log needs it
+    try:
+        save_fsdp_model(plugin, accelerator, model, folder)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    finally:
+        PartialState._reset_state()
 
 
 def continue_in_fsdp(folder: str, kind: str = "AdamW") -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -288,6 +307,29 @@ def test_tensors_of_one_process_and_masters(tmp_path: Path) -> None:
     found = read_dcp(save_alone({"model": {"a": WEIGHT.bfloat16()}, "optimizer": optimizer}, tmp_path / "saved"))
     assert first_difference(dict(found.tensors())["model/a"], WEIGHT + 0.125) is None
     assert found.state["optimizer"]["groups"] == [{"lr": 0.5}]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tied_weights_load_into_a_tied_model(tmp_path: Path, on_ranks: OnRanks) -> None:
+    """DCP stores a tied weight under each of its names, and its states under one."""
+    torch.manual_seed(5)
+    model = Net(tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(*(torch.zeros(1, 3, dtype=torch.long),) * 2).backward()
+    optimizer.step()
+    state = state_of(model, optimizer)
+    assert {"embed.weight", "head.weight"} <= state["model"].keys()
+    import_dcp(save_alone(state, tmp_path / "saved"), tmp_path / "out")
+    (loaded,) = on_ranks(1, load_tied, str(tmp_path / "out"), str(tmp_path / "saved"))
+    assert first_difference(loaded, dict(model.state_dict())) is None
+
+
+def load_tied(folder: str, source: str) -> dict[str, torch.Tensor]:
+    engine = start(net(seed=8, tied=True), config(3))
+    with pytest.raises(ValueError, match=f"Run onefold import-dcp {source} OUT"):
+        engine.load_checkpoint(source)
+    assert engine.load_checkpoint(folder)[0] is not None
+    return weights_of(engine.module)
 
 
 @pytest.mark.parametrize(

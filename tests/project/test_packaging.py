@@ -109,6 +109,8 @@ def link_distribution(name: str, target: Path, seen: set[str]) -> None:
 @pytest.mark.slow
 def test_the_wheel_works_in_an_environment_of_its_own(tmp_path):
     """Install the wheel next to its declared dependencies and theirs only, and run commands that train and plan."""
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "onefold"):

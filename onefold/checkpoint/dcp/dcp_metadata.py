@@ -129,9 +129,10 @@ def read_pickle(data: bytes, where: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A range of bytes in a file of the folder, which is a file of `torch.save`."""
+class DcpValue:
+    """A value, or a chunk of a tensor: a range of bytes in a file of the folder, which is a file of `torch.save`."""
 
+    name: str
     file: Path
     start: int
     nbytes: int
@@ -152,7 +153,7 @@ class DcpTensor:
     name: str
     dtype: torch.dtype
     shape: Shape
-    chunks: tuple[tuple[Shape, Shape, _Stored], ...]
+    chunks: tuple[tuple[Shape, Shape, DcpValue], ...]
 
     def read(self) -> torch.Tensor:
         """Read all chunks. Raise if they do not cover the tensor exactly."""
@@ -169,17 +170,6 @@ class DcpTensor:
         if not covered.all():
             raise ValueError(f"{self.name!r} is incomplete: its chunks do not cover all elements")
         return whole
-
-
-@dataclass(frozen=True)
-class DcpValue:
-    """A value of the folder that is not a tensor."""
-
-    name: str
-    stored: _Stored
-
-    def read(self) -> Any:
-        return self.stored.read()
 
 
 Entry = DcpTensor | DcpValue
@@ -222,7 +212,7 @@ def _parse(folder: Path, found: Any) -> DcpFolder:
         if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path) or path in entries:
             raise ValueError(f"{folder / METADATA}: {name!r} has no path of its own in the state dict")
         if value.name.endswith(".BytesStorageMetadata"):
-            entries[path] = DcpValue(name, places[name, None])
+            entries[path] = places[name, None]
         else:
             entries[path] = _tensor(name, _fields(value, "TensorStorageMetadata"), places)
     return DcpFolder(folder, entries, len(known) - 1)
@@ -234,7 +224,7 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
     return value.state
 
 
-def _stored(folder: Path, name: str, info: Mapping[str, Any]) -> _Stored:
+def _stored(folder: Path, name: str, info: Mapping[str, Any]) -> DcpValue:
     file, start, nbytes = info["relative_path"], info["offset"], info["length"]
     if type(file) is not str or Path(file).name != file or file in ("", ".", "..", METADATA):
         raise ValueError(f"{folder / METADATA}: {name!r} is in {file!r}, which is not a file of the folder")
@@ -244,10 +234,10 @@ def _stored(folder: Path, name: str, info: Mapping[str, Any]) -> _Stored:
         raise ValueError(f"{folder / file}: truncated, it ends before {name!r}")
     if info.get("transform_descriptors"):
         raise ValueError(f"{folder / METADATA}: {name!r} is compressed or encrypted, which is not supported")
-    return _Stored(folder / file, start, nbytes)
+    return DcpValue(name, folder / file, start, nbytes)
 
 
-def _tensor(name: str, value: Mapping[str, Any], places: Mapping[tuple[str, Shape | None], _Stored]) -> DcpTensor:
+def _tensor(name: str, value: Mapping[str, Any], places: Mapping[tuple[str, Shape | None], DcpValue]) -> DcpTensor:
     dtype, shape = value["properties"].state[0], value["size"]
     chunks = []
     for chunk in value["chunks"]:

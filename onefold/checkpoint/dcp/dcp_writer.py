@@ -77,7 +77,8 @@ def write_dcp(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(state, storage_writer=FileSystemWriter(partial), planner=_LazyPlanner(names, read), no_dist=True)
+            writer = FileSystemWriter(partial, per_thread_copy_ahead=0)  # one tensor at a time, also next to a GPU
+            save(state, storage_writer=writer, planner=_LazyPlanner(names, read), no_dist=True)
         partial.rename(folder)  # over an empty folder at most
     except CheckpointException as error:  # which is no Exception
         raise error.failures[0][0] from error
