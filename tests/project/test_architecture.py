@@ -255,7 +255,7 @@ BUDGETS = {
     "runtime": 6_480,
     "moe": 1_180,
     "sequence": 1_300,
-    "tools": 11_600,
+    "tools": 12_280,
     "storage": 570,
     "top": 2_550,
     "utils": 550,
