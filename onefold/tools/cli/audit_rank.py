@@ -27,7 +27,7 @@ import onefold.utils
 import onefold.zero
 from onefold.config import ConfigError, load_config, solve_batch
 from onefold.config.read import ConfigSource
-from onefold.tools.cli.audit import DEEPSPEED, FSDP2, ONEFOLD, PLAIN
+from onefold.tools.cli.audit_command import DEEPSPEED, FSDP2, ONEFOLD, PLAIN
 
 # Sections that the audit replaces or leaves out: it computes in fp32, without offload, files and services.
 _LEFT_OUT = ("bf16", "bfloat16", "fp16", "amp", "tensorboard", "wandb", "comet", "csv_monitor", "data_types", "onefold",
