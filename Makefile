@@ -3,16 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.site-installed
+
+# The release of torch that the environment gets: `make test TORCH=2.11.0`, with another VENV to keep this one.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # Tests start hundreds of interpreters: without compiled files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs bench bench-network matrix install-as-deepspeed clean
+.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs site bench bench-network matrix dist install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plots]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev,plots]'
 	touch $(STAMP)
+
+# The generator of the site is installed by the target that needs it, so that tests do not wait for it.
+$(SITE_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[site]'
+	touch $(SITE_STAMP)
 
 train: $(STAMP)  ## the main job: a small GPT learns the standard library's source
 	$(BIN)/onefold train $(ARGS)
@@ -57,6 +67,11 @@ docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fit
 	$(BIN)/python docs/tools/config_page.py > docs/config.md
 	$(BIN)/python docs/tools/what_fits.py > docs/what-fits.html
 
+site: $(SITE_STAMP)  ## the documentation as a site in build/site, readable offline; every warning is an error
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --jobs auto -c docs/site -d build/site-doctrees . build/site
+	@echo "build/site/index.html"
+
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 
@@ -66,12 +81,17 @@ bench-network: $(STAMP)  ## ZeRO++ between two nodes, as network namespaces with
 matrix: $(STAMP)  ## frameworks and releases from the package index on onefold; ARGS="--list", "--only 'trl*'", "--failed"
 	$(BIN)/python tests/matrix/run.py $(ARGS)
 
+dist: $(STAMP)  ## the sdist and the wheel of a release in dist/, checked; the wheel is built from the sdist
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
 # Built in a copy, because setuptools leaves build/ where it builds.
 install-as-deepspeed:  ## onefold under the name of DeepSpeed, in the environment of $(PYTHON); refuses beside a real one
 	@found=$$($(PYTHON) -c "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='deepspeed')), ''))"); \
 	case "$$found" in ""|*+onefold) ;; *) echo "DeepSpeed $$found is installed here; pip uninstall deepspeed first" >&2; exit 1;; esac
-	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -R pyproject.toml README.md onefold packaging "$$copy" && \
+	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -R pyproject.toml README.md LICENSE onefold packaging "$$copy" && \
 	$(PYTHON) -m pip install --disable-pip-version-check "$$copy" "$$copy/packaging/deepspeed"
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -24,14 +24,22 @@ from onefold.comm import (
     world_detector,
 )
 from onefold.comm.wait_notes import INITIALIZE
-from onefold.config import Config, ConfigError, check_built, check_topology, load_config, solve_batch
+from onefold.config import (
+    Config,
+    ConfigError,
+    check_built,
+    check_topology,
+    load_config,
+    solve_batch,
+    with_expert_parallel_size,
+)
 from onefold.config.read import ConfigSource
 from onefold.engine import Engine
 from onefold.engine.rank_consistency import facts_to_compare
 from onefold.engine.step_reports import check_reports
 from onefold.fp8 import unwrap_weights
 from onefold.log import logger, set_up_logging
-from onefold.moe import asked_parallel_size
+from onefold.moe import requested_parallel_size
 from onefold.optim.choose import Optimizers, choose, fit_to_plan
 from onefold.optim.chosen import ChosenOptimizer
 from onefold.optim.schedules import prepare_scheduler
@@ -57,18 +65,25 @@ def initialize(
     engine_class: type[Engine] = Engine,
     read_config: Callable[[Any], Config] = load_config,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
-    """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
+    """Shard a model as its config says, and return `(engine, optimizer, dataloader, lr_scheduler)`.
+
+    All ranks call this together. The process group is created if there is none, and the model is moved to the device
+    of the rank. `config` is a dict or the path of a JSON or YAML file; `args.deepspeed_config` and `config_params`
+    are other ways to give it.
 
     `optimizer` is a torch optimizer, a callable that takes the parameters, a list with torch's Muon and AdamW, or None
-    for the optimizer of the config. With neither, the engine only evaluates. `lr_scheduler` is a scheduler or a
-    callable that takes the optimizer.
+    for the optimizer of the config. With neither, the engine only evaluates. `model_parameters` are the parameters or
+    groups to train, by default all that require gradients. `lr_scheduler` is a scheduler or a callable that takes the
+    optimizer. `training_data` is a dataset, for which a dataloader with `collate_fn` is returned; its position is
+    saved in checkpoints. `mpu` and `mesh_param` ask for sequence parallelism as in DeepSpeed. `engine_class` and
+    `read_config` are for `deepspeed.initialize`.
     """
     if model is None:
         raise ConfigError("initialize needs a model. Pass model=.")
     if dist.is_initialized():
         world_detector()  # reports to the ranks that wait in `initialize` if this one ends before it joins them
     settings = _with_mesh(read_config(_config_source(args, config, config_params)), mpu, mesh_param)
-    settings = _with_experts(settings, asked_parallel_size(model))
+    settings = with_expert_parallel_size(settings, requested_parallel_size(model))
     check_built(settings)
     init_distributed(
         distributed_port=distributed_port,
@@ -176,19 +191,6 @@ def _with_mesh(settings: Config, mpu: Any, mesh_param: Any) -> Config:
     if size != 1 and given not in (1, size):
         raise ValueError(f"sequence_parallel_size is {given} in the config, but {size} in mpu or mesh_param. Use one.")
     return replace(settings, sequence_parallel_size=max(size, given))
-
-
-def _with_experts(settings: Config, size: int | None) -> Config:
-    """Return the config with the expert parallelism that the layers of the model ask for."""
-    given = settings.expert_parallel_size
-    if size is None or given == size:
-        return settings
-    if given > 1:
-        raise ConfigError(
-            f"expert_parallel_size is {given} in the config, but the expert layers of the model ask for {size}. Use "
-            "one of the two."
-        )
-    return replace(settings, onefold=replace(settings.onefold, expert_parallel_size=size))
 
 
 def _check_mesh(mpu: Any, mesh_param: Any, size: int) -> None:

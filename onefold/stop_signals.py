@@ -21,7 +21,8 @@ from types import FrameType
 from typing import Any
 
 # Signals that the launcher forwards to its ranks.
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FORWARDED = tuple(signal.Signals[name] for name in _FORWARDED if hasattr(signal, name))  # Windows has the first two
 # The exit codes of a program that has ended because of such a signal, but was not killed by it.
 EXIT_CODES = frozenset(128 + number for number in FORWARDED)
 # Two signals within this time are one request: a terminal and a scheduler also send them to the ranks.

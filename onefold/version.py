@@ -1,3 +1,3 @@
 """The version, on the ground floor: files name who wrote them."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

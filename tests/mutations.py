@@ -1574,8 +1574,8 @@ MUTATIONS = [
     Mutation(
         "experts-of-the-first-part",
         "onefold/checkpoint/deepspeed/expert_files.py",
-        "self.part * len(numbers[match['list']])",
-        "0 * len(numbers[match['list']])",
+        "self.part * number // self.num_parts",
+        "0 * number // self.num_parts",
         "test_deepspeed_moe.py -k checkpoints_have_all_experts",
     ),
     Mutation(
@@ -1588,9 +1588,30 @@ MUTATIONS = [
     Mutation(
         "other-noise-in-the-second-run",
         "onefold/moe/listed_experts.py",
-        "        random.restore()\n",
+        "        start.restore()\n",
         "",
         "test_listed_experts.py -k noise_is_the_same",
+    ),
+    Mutation(
+        "gradients-exchanged-before-recomputing",
+        "onefold/moe/expert_ranks.py",
+        "        _ = ctx.saved_tensors",
+        "        pass",
+        "test_listed_experts.py -k marked_list",
+    ),
+    Mutation(
+        "tokens-that-differ-from-themselves",
+        "onefold/moe/listed_experts.py",
+        "equal_nan=True",
+        "equal_nan=False",
+        "test_listed_experts.py -k not_numbers",
+    ),
+    Mutation(
+        "noise-of-experts-drawn-again",
+        "onefold/moe/listed_experts.py",
+        "        end.restore()\n",
+        "",
+        "test_listed_experts.py -k random_numbers",
     ),
     Mutation(
         "experts-of-another-part",
@@ -1609,8 +1630,8 @@ MUTATIONS = [
     Mutation(
         "copy-that-one-node-lacks",
         "onefold/tools/cli/copy_keeper.py",
-        "if all(name in names for names in of_others)",
-        "if True",
+        'if all(exchange(f"ready/{name}", is_ready)):',
+        'if exchange(f"ready/{name}", is_ready)[node]:',
         "test_copy_keeper.py -k damaged_on_one_node",
     ),
     Mutation(
@@ -1626,5 +1647,26 @@ MUTATIONS = [
         'f"copies/{first.hex()}/{second.hex()}/{name}"',
         'f"copies/{name}"',
         "test_copy_keeper.py -k replayed",
+    ),
+    Mutation(
+        "metadata-of-dcp-names-anything",
+        "onefold/checkpoint/dcp/dcp_metadata.py",
+        'require(found is not None, f"requests {full}")',
+        "found = super().find_class(module, name) if found is None else found",
+        "test_dcp.py -k malicious",
+    ),
+    Mutation(
+        "chunk-of-dcp-missing",
+        "onefold/checkpoint/dcp/dcp_metadata.py",
+        "if not covered.all():",
+        "if False:",
+        "test_dcp.py -k damaged",
+    ),
+    Mutation(
+        "steps-of-dcp-forgotten",
+        "onefold/checkpoint/dcp/dcp_checkpoint.py",
+        'steps.add(_step(folder, found.pop("step")))',
+        'found.pop("step")',
+        "test_dcp.py -k layout",
     ),
 ]

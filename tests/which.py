@@ -113,6 +113,7 @@ ELSEWHERE = {
     "runtime/hooks.py": "compat/huggingface",
     "runtime/order.py": "comm/wires_cases",
     "runtime/unit_spans.py": "report/timeline",
+    "storage/file_lock.py": "checkpoint/file_lock offload/nvme",
     "storage/": "checkpoint/object_stores checkpoint/checkpoint_ranges",
     "start.py": "engine/engine runtime/zero",
     "stop_signals.py": "cli/rank_agent engine/stop_signals",

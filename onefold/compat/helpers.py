@@ -14,12 +14,7 @@ import torch
 from torch import nn
 
 from onefold.compat.not_offered import NotOfferedError, explain
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
-
+from onefold.storage.file_lock import lock_file, unlock_file
 
 # -- tensors, norms and seeds ------------------------------------------------------------------------------------------
 
@@ -243,12 +238,9 @@ def autocast_if_enabled(engine: Any) -> AbstractContextManager[Any]:
 
 def printflock(*msgs: Any) -> None:
     """Print one rank after the other, so that lines do not mix."""
-    if fcntl is None:
-        print(*msgs, flush=True)
-        return
     with open(__file__) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock)
         try:
             print(*msgs, flush=True)
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            unlock_file(lock)

@@ -37,7 +37,10 @@ class Routing:
 
 
 class TopKGate(nn.Module):
-    """Chooses one or two experts for each token. See [Note: gating within a capacity]."""
+    """Chooses one or two experts for each token. See [Note: gating within a capacity].
+
+    The arguments are those of DeepSpeed. A call returns a `Routing` instead of one-hot tensors.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,9 @@ class TopKGate(nn.Module):
     def capacity(self, num_tokens: int) -> int:
         """Return the number of tokens of this rank that an expert takes."""
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        return max(math.ceil(num_tokens / self.num_experts * factor * self.k), self.min_capacity)
+        # DeepSpeed computes in fp32: other roundings would drop other tokens.
+        share = num_tokens / self.num_experts * torch.tensor(factor * self.k, dtype=torch.float32, device="cpu")
+        return max(math.ceil(share), self.min_capacity)
 
     def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
         noise = self.noisy_gate_policy if self.training else None

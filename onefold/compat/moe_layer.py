@@ -20,30 +20,66 @@ POLICIES = (None, "None", "Jitter", "RSample")
 class Experts(nn.Module):
     """Copies of an expert, in a list. With an engine, each rank computes a part of them."""
 
-    def __init__(self, expert: nn.Module, num_experts: int, expert_group_name: str) -> None:
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
         super().__init__()
-        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_experts))
+        self.num_local_experts = num_local_experts
+        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        for each in self.deepspeed_experts:
+            each.register_forward_hook(_without_bias)
         for parameter in self.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.group_name = expert_group_name  # type: ignore[attr-defined]
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the results of rows that are sorted by expert. `counts` has the number of rows of each expert."""
-        parts = zip(self.deepspeed_experts, rows.split(list(counts)), strict=True)
-        outputs = (expert(part) for expert, part in parts)
-        return torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs])
+    def forward(self, inputs: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Return the results of rows that are sorted by expert, by the number of rows of each expert.
+
+        Without `counts`, the second dimension is divided between the experts, as in DeepSpeed.
+        """
+        dim = 1 if counts is None else 0
+        parts = inputs.chunk(self.num_local_experts, dim=1) if counts is None else inputs.split(list(counts))
+        pairs = zip(self.deepspeed_experts, parts, strict=True)
+        return torch.cat([expert(part) for expert, part in pairs], dim=dim)
+
+
+def _without_bias(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output of an expert that returns its bias next to it. The bias is ignored, as in DeepSpeed."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 class MOELayer(nn.Module):
-    """A gate, and the experts that it chooses."""
+    """A gate, and the experts that it chooses, of which `experts` has all."""
 
-    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+    def __init__(
+        self,
+        gate: TopKGate,
+        experts: Experts,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+    ) -> None:
         super().__init__()
+        num_experts = len(experts.deepspeed_experts)
+        if num_experts != gate.num_experts:
+            raise ValueError(
+                f"MOELayer: the gate chooses among {gate.num_experts} experts, but the list has {num_experts}. Use "
+                "MoE, which makes all experts on every rank."
+            )
+        if use_tutel:
+            logger.warning("MoE: use_tutel has no effect, because onefold has its own exchange of tokens")
+        if num_experts > 1:
+            mark_experts(experts, parallel_size=ep_size if ep_size > 1 else None)
         self.gate, self.experts = gate, experts
+        self.ep_group_name, self.ep_size, self.num_local_experts = ep_group_name, ep_size, num_local_experts
+        self.l_aux: Tensor | None = None
+        """The loss that balances experts, of the last call."""
+        self.exp_counts: Tensor | None = None
+        """The number of choices of each expert in the last call."""
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing = self.gate(tokens, used_token)
+        self.l_aux, self.exp_counts = routing.loss, routing.counts
         k, num_experts = routing.index.shape[1], self.gate.num_experts
         if tokens.is_meta:  # a dry run assumes that every expert gets as many tokens
             each = len(tokens) * k // num_experts
@@ -55,7 +91,7 @@ class MOELayer(nn.Module):
         results = self.experts(tokens[order // k], counts)
         weights = routing.weights.flatten()[order].unsqueeze(1).to(results.dtype)
         output = torch.zeros_like(tokens, dtype=results.dtype).index_add(0, order // k, results * weights)
-        return output.to(hidden_states.dtype).view(hidden_states.shape), routing.loss, routing.counts
+        return output.to(hidden_states.dtype).view(hidden_states.shape)
 
 
 class MoE(nn.Module):
@@ -93,8 +129,6 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: ep_size = {ep_size} does not divide num_experts = {num_experts}. Use a divisor.")
         if noisy_gate_policy not in POLICIES:
             raise ValueError(f"MoE: noisy_gate_policy = {noisy_gate_policy!r}. Use 'Jitter', 'RSample' or None.")
-        if use_tutel:
-            logger.warning("MoE: use_tutel has no effect, because onefold has its own exchange of tokens")
         self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
         self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
         self.enable_expert_tensor_parallelism = False
@@ -111,9 +145,9 @@ class MoE(nn.Module):
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
         experts = Experts(expert, num_experts, self.expert_group_name)
-        if num_experts > 1:
-            mark_experts(experts, parallel_size=ep_size if ep_size > 1 else None)
-        self.deepspeed_moe = MOELayer(gate, experts)
+        self.deepspeed_moe = MOELayer(
+            gate, experts, self.expert_group_name, ep_size, self.num_local_experts, use_tutel=use_tutel
+        )
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -123,10 +157,13 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, the loss that balances experts, and the number of choices of each expert."""
-        output, loss, counts = self.deepspeed_moe(hidden_states, used_token)
+        output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
             found = self.mlp(hidden_states)
             residual = found[0] if isinstance(found, tuple) else found
             coefficients = F.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * coefficients[..., 0:1] + residual * coefficients[..., 1:]
+        loss, counts = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        assert loss is not None
+        assert counts is not None
         return output, loss, counts

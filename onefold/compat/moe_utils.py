@@ -67,7 +67,12 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Return optimizer groups with separate groups of experts, from parameters or groups."""
+    """Return optimizer groups with separate groups of experts, from parameters or groups.
+
+    Groups that have been split already are returned unchanged.
+    """
+    if any(isinstance(group, dict) and "moe" in group for group in model_parameters):
+        return model_parameters
     groups = (
         model_parameters
         if isinstance(model_parameters[0], dict)

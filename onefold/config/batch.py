@@ -1,7 +1,7 @@
 """The batch sizes of a job, and checks of the sizes of its groups of ranks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onefold.config.elasticity import ElasticityConfigError, solve_elastic
 from onefold.config.schema import Config
@@ -135,6 +135,19 @@ def check_topology(config: Config, world_size: int) -> None:
                 f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
                 f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
             )
+
+
+def with_expert_parallel_size(config: Config, size: int | None) -> Config:
+    """Return the config with the `expert_parallel_size` that the expert layers of a model request, if they do."""
+    given = config.expert_parallel_size
+    if size is None or given == size:
+        return config
+    if given > 1:
+        raise ConfigError(
+            f"expert_parallel_size is {given} in the config, but the expert layers of the model ask for {size}. Use "
+            "one of the two."
+        )
+    return replace(config, onefold=replace(config.onefold, expert_parallel_size=size))
 
 
 def _check_experts(config: Config) -> None:

@@ -128,7 +128,8 @@ class CheckpointLoader:
         }
         advice = "Call load_checkpoint with the same arguments on every rank"
         assert_same_by_exchange(state.schedule.agreement, "load_checkpoint", [("the call", given)], advice)
-        resumes = tag is None and options.exactly and strict and custom is None
+        resumes = tag is None and options.exactly and strict and custom is None and lr_scheduler_states
+        goes_back = state.global_steps > 0
         names, tried = (
             self._candidates(load_dir, tag, copies=self._copies.take_resumable() if resumes else ()),
             list[str](),
@@ -139,10 +140,16 @@ class CheckpointLoader:
                 if found is not None:
                     if _is_copy(names[0]) and state.group.rank == 0:
                         logger.info("resuming from the peer copy after step %d", found.checkpoint.manifest.global_steps)
-                    stays = next((name for name in names if not _is_copy(name)), None)  # a copy is replaced soon
+                    # A rollback needs a checkpoint: the copy is removed as soon as there are newer ones.
+                    stays = next((name for name in names if not _is_copy(name)), None)
                     if options.optimizer and custom is None and stays is not None:
                         self._saver.last = absolute(place(load_dir) / stays)
-                    return str(found.checkpoint.folder), self._finish(found, options)
+                    client_state = self._finish(found, options)
+                    if _is_copy(names[0]):
+                        self._copies.after_load(names[0].removeprefix("/"))
+                    if goes_back:
+                        self._copies.reject()
+                    return str(found.checkpoint.folder), client_state
             tried.append(names.pop(0))
             if not names and tag is None:  # another running job may have saved new ones and removed these
                 names = self._candidates(load_dir, tag, tried)

@@ -98,13 +98,16 @@ class CheckpointSaver:
         self.last = absolute(place(save_dir) / tag)
 
     def copy(
-        self, folder: str, name: str, kept: list[str], client_state: Mapping[str, Any], *, may_begin: bool
-    ) -> bool:
-        """Write a peer copy in the background. Return whether it has begun; see `SaveCoordinator.copy`."""
+        self, folder: str, name: str, kept: list[str], client_state: Callable[[], Mapping[str, Any]], *, may_begin: bool
+    ) -> str:
+        """Write a peer copy in the background. Return its name, or ""; see `SaveCoordinator.copy`.
+
+        `client_state` is called on rank 0, if the copy begins.
+        """
         self._state.check_complete()
         self._state.schedule.context.forget_cached()
         options = SaveOptions(folder, name, False, False, background=True, private=True, kept_copies=kept)
-        return self.coordinator.copy(options, lambda: self._header(client_state, False), may_begin=may_begin)
+        return self.coordinator.copy(options, lambda: self._header(client_state(), False), may_begin=may_begin)
 
     def whole_state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """Return the unsharded state dict of the model. See `Engine.module_state_dict`."""

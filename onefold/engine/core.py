@@ -108,7 +108,7 @@ class Engine(nn.Module):
         self._saver = CheckpointSaver(self.state)
         self._copies = PeerCopies(self.state, self._saver)
         self._loader = CheckpointLoader(self.state, self._saver, self._copies)
-        self._guards = StepGuards(self.state, self._saver, self._loader)
+        self._guards = StepGuards(self.state, self._saver, self._loader, self._copies)
         self._replay = StepReplay(self.state)
         self._steps = StepTaker(self.state, self._hooks, self._saver, self._replay)
         self._reports = EngineReports(self.state, self.model_memory, self.ledger, self._timeline, self.monitor, record)
@@ -289,9 +289,10 @@ class Engine(nn.Module):
         return True
 
     def set_client_state_of_copies(self, provide: Callable[[], Mapping[str, Any]]) -> None:
-        """Set the function that returns the client state of each peer copy (`onefold.peer_copies`), called on rank 0.
+        """Set the function that returns the client state of each peer copy (`onefold.peer_copies`).
 
-        Restarted programs find its value as the client state that `load_checkpoint` returns.
+        It is called on rank 0, when a copy begins. Restarted programs find its value as the client state that
+        `load_checkpoint` returns.
         """
         self._copies.client_state = provide
 

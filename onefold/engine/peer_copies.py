@@ -14,11 +14,16 @@ from onefold.checkpoint.format.peer_copy import (
     SLOTS,
     copy_name,
     engine_of,
+    keep_parts_of_node,
     node_folder,
     num_nodes,
+    program_identity,
+    program_of,
     read_complete,
+    reject,
 )
 from onefold.checkpoint.state.slots import outside_units
+from onefold.comm import local_rank
 from onefold.engine.checkpoint_saver import CheckpointSaver
 from onefold.engine.train_state import TrainState
 from onefold.errors import ConfigError
@@ -32,17 +37,18 @@ _KEY = "onefold.peer_copies"
 class PeerCopies:
     """Copies of the state of one engine in the memory of the nodes ([Note: peer copies])."""
 
-    _num_engines = 0
+    _num_engines = _num_copies = 0
     _has_open = False
 
     def __init__(self, state: TrainState, saver: CheckpointSaver) -> None:
         self._state, self._saver = state, saver
         self._every = state.plan.loop.peer_copies.every
         self.client_state: Callable[[], Mapping[str, Any]] | None = None
-        """Returns the client state of a copy, on rank 0."""
+        """Returns the client state of a copy. It is called on rank 0, when one begins."""
         self._is_open = self._is_due = False
-        self._number = self._num_declined = 0
-        self._last = self.place = ""
+        self._num_declined = 0
+        self._begun = self._resumed = self.place = ""
+        """The names of the newest copy that this engine has begun, and of that which the launchers have offered."""
         self._resumable: list[str] = []
         if self._every is None or state.group.is_fake:
             return
@@ -57,7 +63,11 @@ class PeerCopies:
         self._engine, PeerCopies._num_engines = PeerCopies._num_engines, PeerCopies._num_engines + 1
         PeerCopies._has_open = self._is_open = True
         names = os.environ.get(RESUME_VARIABLE, "").split(",")
-        self._resumable = [name for name in names if name and engine_of(name) == self._engine]
+        own = [name for name in names if name and engine_of(name) == self._engine]
+        self._resumable = [name for name in own if program_of(folder / name) == program_identity()]
+        if own and not self._resumable and state.group.rank == 0:
+            logger.warning("%s: %s is not loaded: a program with other arguments has made it", _KEY, own[0])
+        self._resumed = own[0] if own else ""
 
     def take_resumable(self) -> list[str]:
         """Return the copies from which this start may resume, newest first. Later calls return none."""
@@ -87,20 +97,31 @@ class PeerCopies:
             )  # fmt: skip
 
     def _copy(self) -> bool:
+        """Begin a copy. Return whether one was begun."""
         folder, complete = node_folder(), None
         name, may_begin = "", True
         if self._state.group.rank == 0:
             complete = read_complete(folder)
-            may_begin = self._last in ("", complete) or not (folder / self._last).exists()
-            self._number += may_begin
+            may_begin = self._begun in ("", complete, self._saver.coordinator.failed_copy)
+            # Copies of later engines of this process have later names, too.
+            PeerCopies._num_copies += may_begin
             start = int(os.environ["ONEFOLD_RESTARTS"])
-            name = copy_name(start, self._number, self._engine, self._state.group.size)
+            name = copy_name(start, PeerCopies._num_copies, self._engine, self._state.group.size)
         kept = [complete] if complete is not None else []
-        provide = self.client_state
-        has_begun = self._saver.copy(str(folder), name, kept, provide() if provide else {}, may_begin=may_begin)
-        if has_begun:
-            self._last = name
-        return has_begun
+        begun = self._saver.copy(str(folder), name, kept, self.client_state or dict, may_begin=may_begin)
+        self._begun = begun or self._begun
+        return bool(begun)
+
+    def after_load(self, name: str) -> None:
+        """Remove what this node has fetched of a copy for the load, which has ended on all ranks."""
+        if local_rank() == 0:
+            keep_parts_of_node(node_folder() / name, int(os.environ.get("GROUP_RANK", "0")), num_nodes())
+
+    def reject(self) -> None:
+        """Let no restart resume from the copies that this job has made until now. All ranks call this together."""
+        newest = self._begun or self._resumed
+        if newest and local_rank() == 0:
+            reject(node_folder(), newest)
 
     def _check_space(self, folder: Path) -> str:
         """Raise unless the shared memory of all nodes is large enough. Return what will be used, in words."""

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from onefold.engine.checkpoint_loader import CheckpointLoader
 from onefold.engine.checkpoint_saver import CheckpointSaver
+from onefold.engine.peer_copies import PeerCopies
 from onefold.engine.train_state import TrainState
 from onefold.log import logger
-from onefold.recovery.refused_step import RefusedStepError
+from onefold.recovery.refused_step import RefusedStepError, ReplicaError
 from onefold.recovery.rollback_limit import RollbackLimit
 from onefold.storage.place import Place, place
 
@@ -16,8 +17,8 @@ from onefold.storage.place import Place, place
 class StepGuards:
     """Runs the steps of one engine, and rolls back after those that are refused for a rollback."""
 
-    def __init__(self, state: TrainState, saver: CheckpointSaver, loader: CheckpointLoader) -> None:
-        self._state, self._saver, self._loader = state, saver, loader
+    def __init__(self, state: TrainState, saver: CheckpointSaver, loader: CheckpointLoader, copies: PeerCopies) -> None:
+        self._state, self._saver, self._loader, self._copies = state, saver, loader, copies
         self._limit = RollbackLimit(state.plan.guards.max_rollbacks)
 
     def run(self, step: Callable[[], None]) -> bool:
@@ -26,6 +27,8 @@ class StepGuards:
         try:
             step()
         except RefusedStepError as error:
+            if isinstance(error, ReplicaError):  # copies may have been made after the values had changed
+                self._copies.reject()
             if not error.rolls_back:
                 raise
             refused = error

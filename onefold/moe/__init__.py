@@ -4,18 +4,17 @@ from onefold.moe.active_parameters import ParameterCounts, count_parameters, des
 from onefold.moe.divided_experts import ExpertParallel, make_expert_parallel
 from onefold.moe.expert_layers import (
     ExpertLayer,
-    asked_parallel_size,
     check_division,
     expert_layers,
     expert_parameters,
     experts,
+    requested_parallel_size,
 )
 
 __all__ = [
     "ExpertLayer",
     "ExpertParallel",
     "ParameterCounts",
-    "asked_parallel_size",
     "check_division",
     "count_parameters",
     "describe_layers",
@@ -24,4 +23,5 @@ __all__ = [
     "experts",
     "experts_per_token",
     "make_expert_parallel",
+    "requested_parallel_size",
 ]

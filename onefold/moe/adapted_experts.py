@@ -16,23 +16,24 @@ from torch import Tensor, nn
 
 from onefold.moe.replaced_forward import ReplacedForward
 
-# The class by which PEFT adapts a parameter.
-_ADAPTER = "ParamWrapper"
+# The class by which PEFT adapts a parameter, and the package that it is in.
+_ADAPTER, _PACKAGE = "ParamWrapper", "peft."
 # Two factors whose product is added to a parameter, and the factor of the product.
 Factors = tuple[Tensor, Tensor, float]
-Active = dict[str, Factors]
+# The factors of each stacked parameter of a divided layer, or None while none are active.
+Active = dict[str, Factors | None]
 
 
 def adapt_experts(model: nn.Module, divided: Mapping[nn.Module, Active]) -> list[ReplacedForward]:
     """Replace the forwards of adapters of parameters.
 
-    `divided` has the layers whose experts are divided. Each gets the factors of its adapted parameters by name, while
-    it computes.
+    `divided` has the layers whose experts are divided. Each gets the factors of its adapted stacked parameters while it
+    computes.
     """
     return [
         ReplacedForward(module, partial(_AdaptedForward, name, module, divided))
         for name, module in model.named_modules()
-        if type(module).__name__ == _ADAPTER
+        if type(module).__name__ == _ADAPTER and type(module).__module__.startswith(_PACKAGE)
     ]
 
 
@@ -61,16 +62,13 @@ class _AdaptedForward:
         if parameter.dtype.itemsize == 1:  # PEFT adds in a wider dtype
             return self._forward(*args, **kwargs)
         active = self._divided.get(module)
-        if active is not None and len(adapters) > 1:
-            raise NotImplementedError(
-                f"{self._name} adapts divided experts by {len(adapters)} adapters: {', '.join(adapters)}. Activate one."
-            )
-        if active is not None:
+        if active is not None and name in active:
+            self._check_divided(name, adapters)
             active[name] = wrapper.get_delta_factors(adapters[0])
             try:
                 return wrapper.base_layer(*args, **kwargs)
             finally:
-                del active[name]
+                active[name] = None
         if len(adapters) == 1 and wrapper.num_experts > 1:
             value = adapted(parameter, wrapper.get_delta_factors(adapters[0]))
         else:
@@ -80,3 +78,15 @@ class _AdaptedForward:
             return wrapper.base_layer(*args, **kwargs)
         finally:
             module._parameters[name] = parameter
+
+    def _check_divided(self, name: str, adapters: list[str]) -> None:
+        """Raise if the adapters of a stacked parameter of divided experts cannot be divided."""
+        if len(adapters) > 1:
+            raise NotImplementedError(
+                f"{self._name} adapts divided experts by {len(adapters)} adapters: {', '.join(adapters)}. Activate one."
+            )
+        if self._wrapper.num_experts == 1:
+            raise NotImplementedError(
+                f"{self._name} adapts {name}, which has one vector for each divided expert. Leave it out of "
+                "target_parameters, or set onefold.expert_parallel_size to 1."
+            )

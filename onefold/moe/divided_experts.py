@@ -68,7 +68,7 @@ class ExpertParallel:
         if group is not None:
             ranks = ExpertRanks(group, ledger, device)
             for number, layer in enumerate(layers):
-                active[layer.module] = {}
+                active[layer.module] = dict.fromkeys(layer.stacked)
                 shared = shared_experts_of(model, layer)
                 self._forwards += shared.forwards if shared is not None else []
                 make = _divided(layer, TokenExchange(layer, number, ranks), active[layer.module], shared)

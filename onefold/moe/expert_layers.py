@@ -79,7 +79,7 @@ def experts(module: nn.Module, count: str = _COUNT, *, parallel_size: int | None
     return module
 
 
-def asked_parallel_size(model: nn.Module) -> int | None:
+def requested_parallel_size(model: nn.Module) -> int | None:
     """Return the `parallel_size` of the marked layers of a model, or None. Raise if they ask for different sizes."""
     asked = {name: size for name, module in model.named_modules() if (size := getattr(module, _SIZE, None)) is not None}
     if len(set(asked.values())) > 1:
@@ -103,12 +103,14 @@ def _layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
     mark, called = getattr(module, _MARK, None), _is_called_as_in_transformers(module)
     count = mark or (_COUNT if called else "")
     number = getattr(module, count, None) if count else None
-    if isinstance(number, int):
+    list_name = _list_in(module)
+    # A parameter with an entry for each expert may be next to a list of them.
+    is_list = list_name is not None and len(module.get_submodule(list_name)) == number  # type: ignore[arg-type]
+    if isinstance(number, int) and not is_list:
         shapes = {each: unsharded_shape(own) for each, own in module.named_parameters(recurse=False)}
         stacked = tuple(each for each, shape in shapes.items() if shape and shape[0] == number)
         if stacked:
             return ExpertLayer(name, module, number, count, stacked)
-    list_name = _list_in(module)
     by_name = list_name == _LIST and not _is_called_as_in_transformers(module.get_submodule(_LIST))
     if list_name is not None and (by_name or called or mark is not None):
         return ExpertLayer(name, module, len(module.get_submodule(list_name)), list_name=list_name)  # type: ignore[arg-type]
@@ -118,14 +120,17 @@ def _layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
 
 
 def _list_in(module: nn.Module) -> str | None:
-    """Return the name of the list of experts in a module, or None if it does not have one list of alike modules."""
+    """Return the name of the list of experts in a module, or None.
+
+    It has modules of one class, and is the only such list or is named `experts`.
+    """
     lists = {"": module} if isinstance(module, nn.ModuleList) else dict(module.named_children())
-    alike = [
+    found = [
         name
         for name, each in lists.items()
         if isinstance(each, nn.ModuleList) and len(each) > 1 and len({type(expert) for expert in each}) == 1
     ]
-    return alike[0] if len(alike) == 1 else None
+    return found[0] if len(found) == 1 else _LIST if _LIST in found else None
 
 
 def _is_called_as_in_transformers(module: nn.Module) -> bool:

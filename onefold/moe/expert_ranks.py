@@ -125,6 +125,8 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, travel: _Travel, arriving: Tensor) -> Tensor:
         ctx.travel = travel
+        # Without a saved tensor, a checkpoint would neither run again up to here nor before this backward.
+        ctx.save_for_backward(arriving.new_empty(0))
         travel.finish()
         ctx.mark_dirty(arriving)
         return arriving
@@ -132,5 +134,6 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # Runs a checkpoint again, which exchanges tokens, before gradients are exchanged.
         ctx.travel.start_back(gradients)
         return None, gradients

@@ -5,15 +5,16 @@ A forward that loops over a list of experts calls each with the rows of its toke
 continues, but tokens can be sent only when all of them are known. The forward therefore runs twice. In the first run,
 each call of an expert records its rows and returns zeros. The ranks then exchange the rows, compute them and exchange
 the results. In the second run, the same calls return these results. Other children of the layer, such as a router and
-shared experts, compute in the first run, and return the same outputs in the second. Random numbers are drawn anew from
-the same state.
+shared experts, compute in the first run, and return the same outputs in the second. The second run draws the same
+random numbers as the first: it starts from the same state of the generators, and a call of a child sets the state that
+the child left. At the end, the generators have the state after the draws of the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from onefold.moe.token_exchange import Arriving, TokenExchange
 
 @dataclass
 class _Recorded:
-    """What the calls of children have received or returned in the first run, in the order of the calls."""
+    """The calls of children in the first run, in their order."""
 
-    experts: list[tuple[int, Tensor]]
-    others: list[tuple[str, Any, list[int]]]
-    """The child, its output, and the versions of the tensors in it."""
+    devices: set[torch.device]
+    experts: list[tuple[int, Tensor]] = field(default_factory=list)
+    """The expert, and its rows."""
+    others: list[tuple[str, Any, list[int], _RandomState]] = field(default_factory=list)
+    """The child, its output, the versions of the tensors in it, and the state of the generators after the call."""
 
 
 class ListedExperts:
@@ -42,18 +45,20 @@ class ListedExperts:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        random = _RandomState(tensors)
-        found = _Recorded([], [])
+        found = _Recorded({each.device for each in tensors})
+        start = _RandomState(found.devices)
         with self._replaced(_FirstRun(self._layer.name, found)):
             # A forward may write to its arguments.
             copied_args, copied_kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
             self._forward(*copied_args, **copied_kwargs)
         results, leftover = self._compute(found.experts, tensors)
-        random.restore()
+        end = _RandomState(found.devices)
+        start.restore()
         replay = _SecondRun(self._layer.name, found, results, compares=not self._is_compared)
         with self._replaced(replay):
             output = self._forward(*args, **kwargs)
         replay.check_end()
+        end.restore()
         self._is_compared = True
         if leftover is not None:  # backward sends gradients for the experts of this rank, although it has no tokens
             return tree_map_only(Tensor, lambda each: each + leftover if each.is_floating_point() else each, output)
@@ -157,7 +162,7 @@ class _FirstRun:
     def other(self, name: str, original: nn.Module) -> nn.Module:
         def compute(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            self._found.others.append((name, output, _versions(output)))
+            self._found.others.append((name, output, _versions(output), _RandomState(self._found.devices)))
             return output
 
         return _Child(original, compute)
@@ -174,9 +179,10 @@ class _SecondRun:
     def expert(self, number: int, original: nn.Module) -> nn.Module:
         def replay(rows: Tensor) -> Tensor:
             (expected, recorded), result = next(self._experts, ((-1, rows), rows))
-            alike = expected == number and recorded.shape == rows.shape
-            compares = self._compares and not rows.is_meta
-            if not alike or (compares and not torch.equal(recorded, rows)):
+            is_same_call = expected == number and recorded.shape == rows.shape
+            if is_same_call and self._compares and not rows.is_meta:  # NaN is equal to NaN here
+                is_same_call = torch.allclose(recorded, rows, rtol=0, atol=0, equal_nan=True)
+            if not is_same_call:
                 self._raise()
             return result
 
@@ -184,9 +190,11 @@ class _SecondRun:
 
     def other(self, name: str, original: nn.Module) -> nn.Module:
         def replay(*args: Any, **kwargs: Any) -> Any:
-            expected, output, versions = next(self._others, ("", None, []))
+            expected, output, versions, random = next(self._others, ("", None, [], None))
             if expected != name or versions != _versions(output):
                 self._raise()
+            assert random is not None
+            random.restore()
             return output
 
         return _Child(original, replay)
@@ -210,12 +218,12 @@ def _versions(output: Any) -> list[int]:
 
 
 class _RandomState:
-    """The state of the random number generators of the CPU and of the device of some tensors."""
+    """The state of the random number generators of the CPU and of other devices."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, devices: set[torch.device]) -> None:
         self._host = torch.get_rng_state()
-        self._devices = {each.device for each in tensors if each.device.type not in ("cpu", "meta")}
-        self._states = {device: torch.get_device_module(device).get_rng_state(device) for device in self._devices}
+        others = (device for device in devices if device.type not in ("cpu", "meta"))
+        self._states = {device: torch.get_device_module(device).get_rng_state(device) for device in others}
 
     def restore(self) -> None:
         torch.set_rng_state(self._host)

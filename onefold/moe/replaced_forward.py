@@ -38,5 +38,12 @@ class ReplacedForward:
         return self._compute(*args, **kwargs)
 
 
+class TracedForward(ReplacedForward):
+    """A replaced forward into which the compiler may trace."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(*args, **kwargs)
+
+
 def _same(forward: Any) -> Any:
     return forward

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.moe.expert_layers import ExpertLayer
-from onefold.moe.replaced_forward import ReplacedForward
+from onefold.moe.replaced_forward import TracedForward
 
 _NAMES = ("shared_experts", "shared_expert")
 
@@ -37,7 +37,7 @@ class SharedExperts:
         """The output that was computed early, until the block asks for it."""
         self._is_unused = False
         """Whether the block did not ask for an output that was computed early."""
-        self.forwards = [_TracedForward(block, self._run_block), _TracedForward(module, self._run_shared)]
+        self.forwards = [TracedForward(block, self._run_block), TracedForward(module, self._run_shared)]
 
     def compute_early(self, tokens: Tensor) -> None:
         """Compute the output for the input of the block, if these are its tokens and it has no output yet."""
@@ -72,13 +72,6 @@ class SharedExperts:
             return forward(*args, **kwargs)
 
         return compute
-
-
-class _TracedForward(ReplacedForward):
-    """A replaced forward into which the compiler may trace."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compute(*args, **kwargs)
 
 
 def shared_experts_of(model: nn.Module, layer: ExpertLayer) -> SharedExperts | None:

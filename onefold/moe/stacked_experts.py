@@ -37,7 +37,7 @@ class StackedExperts:
         counts = () if index.is_meta else torch.bincount(index.flatten(), minlength=self._layer.num_experts + 1)
         trains = (
             tokens.requires_grad
-            or bool(self._adapters)
+            or any(factors is not None for factors in self._adapters.values())
             or any(each.requires_grad for each in self._layer.module.parameters())
         )
 
@@ -93,8 +93,8 @@ class StackedExperts:
 
     def _adapt(self, name: str, own: Tensor) -> Tensor:
         """Return the own experts with their part of the adapter that is active."""
-        if name not in self._adapters:
+        factors = self._adapters[name]
+        if factors is None:
             return own
-        *factors, factor = self._adapters[name]
-        first, second = (each.narrow(0, self._exchange.first_own, len(own)) for each in factors)
-        return adapted(own, (first, second, factor))
+        first, second = (each.narrow(0, self._exchange.first_own, len(own)) for each in factors[:2])
+        return adapted(own, (first, second, factors[2]))

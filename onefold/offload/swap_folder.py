@@ -1,9 +1,9 @@
 """The folder that stores the swapped tensors of one rank of one job.
 
 [Note: whose folder is it]
-`<nvme_path>/onefold-swap/<job>-rank<r>` contains two files: `data`, and `lock`, which the process locks with flock
-while it runs. The kernel releases the lock when the process ends. So a folder whose lock can be acquired belongs to a
-dead job, and the next job on that drive removes it. Only these two files are ever unlinked, and folders only if they
+`<nvme_path>/onefold-swap/<job>-rank<r>` contains two files: `data`, and `lock`, which the process locks while it runs.
+The kernel releases the lock when the process ends. So a folder whose lock can be acquired belongs to a dead job, and
+the next job on that drive removes it. Only these two files are ever unlinked, and folders only if they
 are empty, because all other files belong to the user.
 
 Ranks start at the same time, so one may remove the folder of another rank that is not locked yet. After it has acquired
@@ -14,7 +14,6 @@ removes leftovers only once, so this terminates.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import re
@@ -25,6 +24,7 @@ from contextlib import suppress
 from onefold.config import ConfigError
 from onefold.log import logger
 from onefold.offload.host_memory import PAGE
+from onefold.storage.file_lock import lock_file
 
 _SHELF, _LOCK, _DATA = "onefold-swap", "lock", "data"
 _OURS = re.compile(r"[0-9a-f]{16}-rank\d+")
@@ -100,7 +100,7 @@ class SwapFolder:
                 self._lock_fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:
                 continue  # Another rank removed the folder or its parent while it was empty.
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            lock_file(self._lock_fd)
             if os.fstat(self._lock_fd).st_nlink:
                 self.data_path = os.path.join(folder, _DATA)
                 return
@@ -168,7 +168,7 @@ def _remove_if_dead(folder: str) -> None:
     except OSError:  # It belongs to another user.
         return
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(lock_fd, wait=False)
         unknown = ", ".join(sorted(_names(folder) - {_LOCK, _DATA}))
         if unknown:
             logger.warning("folder is not removed, because it contains other files (%s): %s", unknown, folder)

@@ -153,7 +153,8 @@ class StepDecision:
         loss = self.loss_guard.check(scalars.losses) if self.loss_guard is not None else None
         spikes = self.norm_guard if self.norm_guard is not None and not scalars.overflow else None
         norm = spikes.check(scalars.norm * self._unscaled) if spikes is not None else None
-        return loss or norm
+        raised = (each for each in (loss, norm) if each is not None and each.error is not None)
+        return next(raised, loss or norm)
 
     def _suspicion(self, scalars: StepScalars) -> str:
         """Return why a step is suspicious, on all ranks, or an empty string. Overflows of fp16 are not."""

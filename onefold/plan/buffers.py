@@ -272,8 +272,8 @@ def stays_unsharded(plan: Plan, spec: FlatParamSpec) -> bool:
 
 
 def gathers_in_fp8(plan: Plan, spec: FlatParamSpec) -> bool:
-    """Return whether a flat parameter is all-gathered in FP8 for its layers."""
-    gathers = plan.fp8 is not None and plan.fp8.gathers
+    """Return whether a flat parameter is all-gathered in FP8 for its layers, which a part of divided experts is not."""
+    gathers = plan.fp8 is not None and plan.fp8.gathers and spec.num_expert_parts == 1
     return gathers and spec.multiplies_in_fp8 and not stays_unsharded(plan, spec)
 
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_joins = False
 
 
 def before_exit(work: Callable[[], object]) -> None:
@@ -22,13 +21,12 @@ def before_exit(work: Callable[[], object]) -> None:
 
 def join_before_exit(thread: threading.Thread) -> None:
     """Wait for a thread when the main thread has ended."""
-    global _joins
     _threads.add(thread)
-    if not _joins:
-        _joins = True
-        before_exit(_join_threads)
 
 
 def _join_threads() -> None:
     for thread in list(_threads):
         thread.join()
+
+
+before_exit(_join_threads)  # now: a thread may start another one after the main thread has ended

@@ -26,14 +26,17 @@ from onefold.checkpoint.format.peer_copy import (
     files_of,
     is_file_of_copy,
     is_whole,
+    keep_parts_of_node,
     list_copies,
     make_room,
     read_complete,
+    reject,
     write_header,
 )
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot, write_shard
 from onefold.job_secret import ForgedMessageError, JobSecret
-from onefold.tools.cli.copy_keeper import CopyKeeper
+from onefold.tools.cli import copy_transfer
+from onefold.tools.cli.copy_keeper import CopyKeeper, publish_no_copies
 from onefold.tools.cli.copy_transfer import CHUNK, CopyClient, CopyServer, TransferError
 
 SECRET, OTHER = JobSecret("a" * 32), JobSecret("b" * 32)
@@ -80,12 +83,12 @@ class Node:
         self.keeper = CopyKeeper(folder, secret, "127.0.0.1")
 
     def begin(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int]) -> list[str]:
-        def wait(key: str) -> bytes:
-            wait_until(lambda: store.check([key]), 20)
-            found: bytes = store.get(key)
-            return found
+        deadline = time.monotonic() + 20
 
-        found = self.keeper.begin(store, node, num_nodes, ranks, wait)[RESUME_VARIABLE]
+        def check_nodes() -> None:
+            assert time.monotonic() < deadline
+
+        found = self.keeper.begin(store, node, num_nodes, ranks, check_nodes).get(RESUME_VARIABLE)
         return found.split(",") if found else []
 
 
@@ -189,6 +192,65 @@ def test_a_copy_that_is_damaged_on_one_node_is_used_by_none(
     assert f"the peer copy {name_of(2)} is not used" in capsys.readouterr().err
 
 
+def test_an_older_copy_is_used_if_one_of_three_nodes_cannot_prepare_the_newest(
+    make_node: Callable[..., Node], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each node has its own part and that of the node before it. The third one has a part that it cannot join."""
+    nodes = [make_node(name) for name in "abc"]
+    for number in (1, 2):
+        for rank in range(3):
+            for node in (rank, (rank + 1) % 3):
+                write_part(nodes[node].folder, name_of(number, num_ranks=3), rank, 3)
+    (nodes[2].folder / name_of(2, num_ranks=3) / DATA / "rank-00002.json").write_text("[]")
+    older = name_of(1, num_ranks=3)
+    assert begin(nodes) == [[older]] * 3
+    assert f"the peer copy {name_of(2, num_ranks=3)} is not used" in capsys.readouterr().err
+    for node in nodes:
+        assert weights_of(node.folder, older).tolist() == [number + 1 for number in range(NUMEL)]
+
+
+def test_a_rejected_copy_and_earlier_ones_are_not_used(make_node: Callable[..., Node]) -> None:
+    """One node has noted that the second copy is rejected. The third one is newer."""
+    nodes = [make_node("a"), make_node("b")]
+    for number in (1, 2, 3):
+        for node in nodes:
+            for rank in (0, 1):
+                write_part(node.folder, name_of(number), rank, 2)
+    reject(nodes[1].folder, name_of(2))
+    assert begin(nodes) == [[name_of(3)]] * 2
+    reject(nodes[0].folder, name_of(3))
+    assert begin(nodes) == [[], []]
+    assert not list_copies(nodes[0].folder)
+
+
+def test_a_launcher_without_a_folder_leaves_all_without_copies(make_node: Callable[..., Node]) -> None:
+    node, store = make_node("a"), HashStore()
+    write_part(node.folder, name_of(1, num_ranks=1), 0, 1)
+    publish_no_copies(store, 1)
+    assert node.keeper.begin(store, 0, 2, [0], lambda: None) == {}
+
+
+def test_a_node_that_does_not_answer_is_asked_once(make_node: Callable[..., Node]) -> None:
+    """Two nodes have all five files of the copy. The first one closes each connection."""
+    first, second, new = (make_node(name) for name in "abc")
+    for node in (first, second):
+        for rank in (0, 1):
+            write_part(node.folder, name_of(1), rank, 2)
+    asked = []
+    answer = first.keeper._server._answer  # type: ignore[union-attr]
+
+    def refuse(channel: Any, request: Any) -> None:
+        if "file" not in request:  # a mirror asks for a list
+            return answer(channel, request)
+        asked.append(request["file"])
+        raise ValueError
+
+    first.keeper._server._answer = refuse  # type: ignore[union-attr, method-assign]
+    assert begin([first, second, new]) == [[name_of(1)]] * 3
+    assert len(files_of(new.folder / name_of(1))) == 5
+    assert len(asked) == 1
+
+
 def test_nodes_with_other_secrets_send_nothing(
     make_node: Callable[..., Node], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +288,15 @@ def test_a_copy_is_complete_when_every_part_is_on_two_nodes(
     assert begin([nodes[0], nodes[2]], store=HashStore()) == [[name], [name]]
     for node in (nodes[0], nodes[2]):
         assert weights_of(node.folder, name).tolist() == [number + 1 for number in range(NUMEL)]
+    for number, node in enumerate(nodes):
+        for rank in range(3):
+            write_part(node.folder, name, rank, 3)
+        keep_parts_of_node(node.folder / name, number, 3)
+        kept = [
+            rank for rank in range(3) if any(f"rank-{rank:05}.json" in file for file in files_of(node.folder / name))
+        ]
+        assert kept == sorted({number, (number - 1) % 3})
+    assert begin(nodes, store=HashStore()) == [[name]] * 3
 
 
 def test_a_copy_is_not_complete_while_a_rank_of_a_node_still_writes(
@@ -308,7 +379,7 @@ def test_a_replayed_request_is_refused(server: CopyServer) -> None:
             client._channel.receive(CHUNK)
 
 
-def test_long_messages_and_links_are_refused(tmp_path: Path, server: CopyServer) -> None:
+def test_long_messages_and_files_that_are_not_regular_are_refused(tmp_path: Path, server: CopyServer) -> None:
     with socket.create_connection(server.address) as raw:
         raw.settimeout(10)
         raw.sendall(bytes(32) + struct.pack("!I", 1 << 30))
@@ -318,3 +389,24 @@ def test_long_messages_and_links_are_refused(tmp_path: Path, server: CopyServer)
     os.mkfifo(fifo)
     with closing(CopyClient(server.address, SECRET)) as client, pytest.raises(TransferError, match="has None bytes"):
         client.fetch(tmp_path / "other", name_of(1), f"{DATA}/rank-00001.json", 0)
+
+
+def test_a_client_that_never_asks_is_disconnected(server: CopyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends one byte after the other, and so is never silent."""
+    monkeypatch.setattr(copy_transfer, "_GREETING_SECONDS", 1.0)
+    with socket.create_connection(server.address) as slow:
+        slow.settimeout(0.1)
+        ended = False
+        for _ in range(200):
+            try:
+                slow.sendall(b"0")
+                ended = not slow.recv(64)
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+            if ended:
+                break
+        assert ended
+    with closing(CopyClient(server.address, SECRET)) as client:
+        assert name_of(1) in client.list_files()

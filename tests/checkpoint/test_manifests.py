@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.folder import read_latest, removal, remove
 from onefold.checkpoint.format.manifest import MAX_BYTES, NOT_STORED, Manifest, without_secrets
@@ -38,6 +37,7 @@ from onefold.checkpoint.format.shard_files import CheckpointReader
 from onefold.checkpoint.loading.load import MisfitError
 from onefold.checkpoint.tools import audit
 from onefold.checkpoint.tools.export import export
+from onefold.checkpoint.tools.import_checkpoint import import_deepspeed
 from onefold.storage.place import open_file
 from onefold.tools.cli.main import main as command
 from onefold.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

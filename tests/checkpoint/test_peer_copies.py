@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,21 +12,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import config, first_difference, flip, net, start, train
 
 from onefold import Engine
-from onefold.checkpoint.format.peer_copy import FOLDER_VARIABLE, RESUME_VARIABLE, join_copy, list_copies, read_complete
+from onefold.checkpoint.format.peer_copy import (
+    FOLDER_VARIABLE,
+    RESUME_VARIABLE,
+    join_copy,
+    list_copies,
+    read_complete,
+    read_rejected,
+)
+from onefold.checkpoint.saving import rank_shard_writer
 from onefold.compat import deepspeed
 from onefold.engine.peer_copies import PeerCopies
 from onefold.errors import ConfigError
+from onefold.recovery.refused_step import ReplicaError
 from onefold.tools.train.loop import start_engine
 
 
 @contextmanager
 def launched(folder: str, resume: list[str]) -> Iterator[None]:
     """Act as a rank that a launcher has started, in a process without engines of its own."""
-    before, PeerCopies._num_engines = dict(os.environ), 0
+    before, PeerCopies._num_engines, PeerCopies._num_copies = dict(os.environ), 0, 0
     os.environ |= {FOLDER_VARIABLE: folder, RESUME_VARIABLE: ",".join(resume), "ONEFOLD_RESTARTS": str(len(resume))}
     try:
         yield
@@ -159,6 +170,103 @@ def skips_damage(folder: str) -> list[Any]:
 def test_damaged_copies_are_skipped(on_ranks: Any, tmp_path: Path) -> None:
     names, found = on_ranks(2, skips_damage, str(tmp_path))[1]
     assert found == [(names[1], 2), ("global_step1", 1), ("global_step1", 1)]
+
+
+def loads_from_another_program(folder: str) -> tuple[str, int]:
+    make_copies(folder, 2, saves_at=1)
+    before, sys.argv = sys.argv, [*sys.argv, "--other"]
+    try:
+        found = load(folder)
+    finally:
+        sys.argv = before
+    found["engine"].destroy()
+    return found["name"], found["steps"]
+
+
+def test_a_copy_of_a_program_with_other_arguments_is_not_loaded(on_ranks: Any, tmp_path: Path) -> None:
+    assert on_ranks(2, loads_from_another_program, str(tmp_path)) == [("global_step1", 1)] * 2
+
+
+def goes_on_after_failures(folder: str, failing: int) -> list[Any]:
+    """The second of three copies fails on one rank, and its folder is there again, as a mirror may make it."""
+    write, failed = rank_shard_writer.write_shard, []
+
+    def write_or_fail(path: Path, *arguments: Any) -> Any:
+        if "-00000002-" in str(path) and dist.get_rank() == failing:
+            failed.append(path)
+            raise OSError("no space left")
+        return write(path, *arguments)
+
+    with launched(folder, []):
+        engine, names = start(net(), settings(every=1)), []
+        rank_shard_writer.write_shard = write_or_fail
+        try:
+            for step in range(3):
+                train(engine, 1, seed=step)
+                engine.wait_for_checkpoint()
+                dist.barrier()
+                names.append(read_complete(Path(folder)))
+                if step == 1 and dist.get_rank() == 0:
+                    Path(folder, "copy-000000-00000002-0000-000002").mkdir()
+                dist.barrier()
+        finally:
+            rank_shard_writer.write_shard = write
+        engine.destroy()
+    return [names, len(failed)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_copy_follows_one_that_has_failed(on_ranks: Any, tmp_path: Path, rank: int) -> None:
+    first, third = (f"copy-000000-{number:08}-0000-000002" for number in (1, 3))
+    found = on_ranks(2, goes_on_after_failures, str(tmp_path), rank)
+    assert [names for names, _ in found] == [[first, first, third]] * 2
+    assert [number for _, number in found] == [int(rank == 0), int(rank == 1)]
+
+
+def copies_of_two_engines(folder: str) -> list[str]:
+    with launched(folder, []):
+        for _ in range(2):
+            engine = start(net(), settings(every=1))
+            if dist.get_rank() == 0:  # other ranks need no client state
+                engine.set_client_state_of_copies(lambda: {"seen": 1})
+            else:
+                engine.set_client_state_of_copies(lambda: 1 / 0)
+            train(engine, 1)
+            engine.wait_for_checkpoint()
+            engine.destroy()
+    return list_copies(Path(folder))
+
+
+def test_copies_of_later_engines_have_later_names(on_ranks: Any, tmp_path: Path) -> None:
+    newest = on_ranks(2, copies_of_two_engines, str(tmp_path))[0][0]
+    assert newest == "copy-000000-00000002-0001-000002"
+
+
+def goes_back(folder: str) -> list[Any]:
+    """Return the rejected copy after a load in the middle of a run, and after replicas were found to differ."""
+    found: list[Any] = []
+    with launched(folder, []):
+        engine = start(net(), config(0, onefold={"peer_copies": {"every": 2}, "replica_check_every": 1}))
+        engine.save_checkpoint(f"{folder}/saved", tag="start")
+        train(engine, 2)
+        engine.wait_for_checkpoint()
+        engine.load_checkpoint(f"{folder}/saved", tag="start")
+        found.append(read_rejected(Path(folder)))
+        train(engine, 2)
+        engine.wait_for_checkpoint()
+        if dist.get_rank() == 1:  # a flipped bit, which no version counter shows
+            next(engine.module.parameters()).detach().view(-1).view(torch.uint8).numpy()[0] ^= 4
+        with pytest.raises(ReplicaError):
+            train(engine, 1)
+        found.append(read_rejected(Path(folder)))
+        engine.destroy()
+    dist.barrier()
+    return found
+
+
+def test_copies_of_a_discarded_state_are_rejected(on_ranks: Any, tmp_path: Path) -> None:
+    names = [f"copy-000000-{number:08}-0000-000002" for number in (1, 2)]
+    assert on_ranks(2, goes_back, str(tmp_path))[0] == names
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def test_validation_does_not_wait_for_torch(tmp_path: Path) -> None:
         ["ckpt", "verify", "nowhere"],
         ["ckpt", "rm", "nowhere", "tag"],
         ["import-deepspeed", "nowhere", "out"],
+        ["import-dcp", "nowhere", "out"],
         ["env", "--jsn"],
     ]
     code = (

@@ -1,4 +1,4 @@
-"""DeepSpeed's pickles: any program of opcodes is read as plain data or refused. Nothing is executed."""
+"""Pickles of DeepSpeed and of torch's DCP: any program of opcodes is read as plain data or refused, never executed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from generated import EFFORTS, corpus, damaged, fuzz, limited
 from hypothesis import strategies as st
 
+from onefold.checkpoint.dcp import dcp_metadata
 from onefold.checkpoint.deepspeed.torch_files import ALLOWED, RefusedPickle, read_torch_file
 
 OPCODES = {opcode.code.encode("latin-1"): opcode.arg for opcode in pickletools.opcodes}
 NAMES = [
-    *(name for _, name in ALLOWED), "os.system", "builtins.eval", "builtins.exec", "posix.system", "subprocess.Popen",
+    *(name for _, name in ALLOWED), *dcp_metadata.NAMES,
+    "os.system", "builtins.eval", "builtins.exec", "posix.system", "subprocess.Popen",
     "builtins.set", "builtins.bytearray", "builtins.complex", "builtins.range", "_codecs.encode", "torch.device",
     "torch.Size", "torch.Tensor", "torch.FloatStorage", "torch.ByteStorage", "torch.bfloat16", "torch.empty",
     "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter",
@@ -176,3 +179,35 @@ def test_any_damage_to_a_file_of_torch_is_read_or_refused(effort: int) -> None:
     with limited(write_file, read, RefusedPickle, OSError) as run:
         assert run(valid)
         fuzz(run, damaged(valid) | st.binary().map(lambda data: b"PK\x03\x04" + data), effort, corpus("archive"))
+
+
+DATA = "__0_0.distcp"
+
+
+def dcp_folder(folder: Path) -> tuple[bytes, bytes]:
+    """The metadata and the data of a folder of DCP."""
+    state = {"model": {"a.weight": torch.arange(12.0).view(3, 4), "b": torch.ones(2).bfloat16()}, "step": 3}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return (folder / dcp_metadata.METADATA).read_bytes(), (folder / DATA).read_bytes()
+
+
+def write_dcp(folder: Path, content: tuple[bytes, bytes]) -> None:
+    for name, data in zip((dcp_metadata.METADATA, DATA), content, strict=True):
+        (folder / name).write_bytes(data)
+
+
+def read_dcp(folder: Path, _: Any) -> None:
+    for entry in dcp_metadata.DcpFolder.open(folder).entries.values():
+        entry.read()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_any_metadata_of_dcp_is_read_or_refused(effort: int, tmp_path: Path) -> None:
+    metadata, data = dcp_folder(tmp_path)
+    with limited(write_dcp, read_dcp, ValueError, OSError) as run:
+        assert run((metadata, data))
+        assert not run((b"\x80\x04cposix\nsystem\nX\x02\x00\x00\x00id\x85R.", data))
+        fuzz(run, st.tuples(PROGRAMS, st.just(data)), effort, ((program, data) for program in HUGE))
+        fuzz(run, st.tuples(damaged(metadata), st.just(data)), effort)
+        fuzz(run, st.tuples(st.just(metadata), damaged(data)), effort)

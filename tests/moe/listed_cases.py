@@ -26,6 +26,13 @@ class Expert(nn.Module):
         return self.down(F.silu(self.gate(rows)) * self.up(rows))
 
 
+class BiasedExpert(Expert):
+    """An expert that returns its bias separately, as layers of Megatron do."""
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(rows), None
+
+
 class ListedBlock(nn.Module):
     """A block as in older models of transformers: it loops over the experts that have tokens."""
 
@@ -63,7 +70,8 @@ class MoEBlock(nn.Module):
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
         defaults = {"num_experts": NUM_EXPERTS, "k": 2, "use_rts": False, "top2_2nd_expert_sampling": False}
-        self.moe = MoE(WIDTH, Expert(), **{**defaults, **arguments})
+        expert = BiasedExpert() if arguments.pop("returns_bias", False) else Expert()
+        self.moe = MoE(WIDTH, expert, **{**defaults, **arguments})
         for expert in self.moe.deepspeed_moe.experts.deepspeed_experts[1:]:  # otherwise all are alike
             for parameter in expert.parameters():
                 nn.init.uniform_(parameter, -0.3, 0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_cases import make_model, settings_of, train_beside_torch
-from listed_cases import WIDTH, Expert
+from listed_cases import WIDTH, BiasedExpert, Expert
 from models import more, start
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.deepspeed.zero_checkpoint import read_checkpoint
+from onefold.checkpoint.tools.import_checkpoint import import_deepspeed
 from onefold.compat import moe_utils
-from onefold.compat.moe_layer import MoE
+from onefold.compat.moe_layer import Experts, MoE, MOELayer
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "deepspeed"
 SPEC = importlib.util.spec_from_file_location("moe_fixture", FIXTURE / "moe_model.py")
@@ -73,6 +74,16 @@ def test_the_layer_gates_as_gshard(k, factor, minimum, trains):
     torch.testing.assert_close(ours.grad.flatten(0, 1), plain.grad)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "factor", "capacity"),
+    [(400, 8, 1, 1.1, 55), (400, 8, 2, 1.1, 110), (15, 4, 1, 1.0, 4), (100, 8, 1, 1.25, 16), (7, 8, 2, 1.0, 4)],
+)
+def test_capacities_are_rounded_as_in_deepspeed(tokens, num_experts, k, factor, capacity):
+    """The numbers are those of DeepSpeed 0.19.8, which computes in fp32. In fp64, the first two are 56 and 111."""
+    gate = MoE(WIDTH, Expert(), num_experts, k=k, capacity_factor=factor).deepspeed_moe.gate
+    assert gate.capacity(tokens) == capacity
+
+
 def test_tokens_are_kept_at_random_and_second_experts_sampled():
     torch.manual_seed(0)
     tokens = torch.randn(64, WIDTH)
@@ -97,6 +108,25 @@ def test_noise_is_for_training_only(policy):
     noisy, others, plain, same = gate(tokens), gate(tokens), gate.eval()(tokens), gate(tokens)
     assert not torch.equal(noisy.weights, others.weights)
     assert torch.equal(plain.weights, same.weights)
+
+
+def test_the_parts_of_the_layer_have_the_contracts_of_deepspeed():
+    torch.manual_seed(0)
+    layer, x = MoE(WIDTH, Expert(), 4, k=2, top2_2nd_expert_sampling=False), torch.randn(2, 8, WIDTH)
+    output, loss, counts = layer(x)
+    inner = layer.deepspeed_moe
+    assert inner.l_aux is loss
+    assert inner.exp_counts is counts
+    made = MOELayer(inner.gate, inner.experts, "ep_size_1", 1, 4)
+    torch.testing.assert_close(made(x), output)
+    assert (made.ep_group_name, made.ep_size, made.num_local_experts) == ("ep_size_1", 1, 4)
+    with pytest.raises(ValueError, match="the gate chooses among 4 experts, but the list has 2"):
+        MOELayer(inner.gate, Experts(Expert(), 2), "ep_size_2", 2, 2)
+    one, two = Experts(Expert()), Experts(BiasedExpert(), 2, "ep_size_1")
+    assert len(one.deepspeed_experts) == one.num_local_experts == 1
+    chunks = torch.randn(1, 4, 3, WIDTH)
+    expected = [expert(chunk) for expert, chunk in zip(two.deepspeed_experts, chunks.chunk(2, dim=1), strict=True)]
+    torch.testing.assert_close(two(chunks), torch.cat(expected, dim=1))
 
 
 def test_unused_tokens_and_tokens_that_are_never_dropped():
@@ -148,6 +178,7 @@ def test_parameters_of_experts_have_groups_of_their_own():
     ]
     assert [moe_utils.is_moe_param_group(group) for group in groups] == [False, True]
     assert moe_utils.configure_moe_param_groups(parameters)[0]["name"] == "dense-params"
+    assert moe_utils.configure_moe_param_groups(groups) is groups  # they are split already
     for parameter in of_experts[:5]:
         parameter.grad = torch.zeros_like(parameter)
     found = moe_utils.split_params_grads_into_shared_and_expert_params(parameters)
@@ -157,8 +188,8 @@ def test_parameters_of_experts_have_groups_of_their_own():
 @pytest.mark.parametrize(
     ("changes", "keys", "stage"),
     [
-        ({"capacity_factor": 0.5, "use_residual": True}, {}, 3),
-        more({"k": 1, "capacity_factor": 0.5}, {}, 3),
+        ({"capacity_factor": 0.5, "use_residual": True, "returns_bias": True}, {}, 3),
+        more({"k": 1, "capacity_factor": 0.5, "use_residual": True}, {}, 3),
         more({"k": 1, "ep_size": 2, "min_capacity": 1}, {"gradient_accumulation_steps": 2}, 2),
         more({"drop_tokens": False}, {}, 1),
     ],
@@ -188,15 +219,24 @@ def train_one_layer() -> bool:
 # -- checkpoints of DeepSpeed ------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_have_all_experts():
+def copy_checkpoint(folder: Path, name: str = "moe_stage2") -> Path:
+    """Copy a checkpoint with the files of experts that both have. Return the folder of its step."""
+    shutil.copytree(FIXTURE / "moe_stage2", folder)
+    shutil.copytree(FIXTURE / name, folder, dirs_exist_ok=True)
+    return folder / "global_step3"
+
+
+@pytest.mark.parametrize("name", ["moe_stage2", "moe_stage2_cut"])
+def test_checkpoints_have_all_experts(tmp_path, name):
     expected = load_file(FIXTURE / "moe_stage2" / "expected.safetensors")
-    found = read_checkpoint(FIXTURE / "moe_stage2")
+    copy_checkpoint(tmp_path / "saved", name)
+    found = read_checkpoint(tmp_path / "saved")
     tensors = dict(found.tensors())
     assert {name.removeprefix("model/") for name in tensors if name.startswith("model/")} == expected.keys()
     for name, value in expected.items():
         assert torch.equal(tensors[f"model/{name}"], value), name
         assert tensors[f"optimizer/{name}/exp_avg"].shape == value.shape
-        assert found.parameters[name] == ("deepspeed_experts" in name)
+        assert bool(found.parameters[name]) == ("deepspeed_experts" in name)
 
 
 def resume_from_deepspeed(folder: str, stage: int) -> list[float]:
@@ -228,10 +268,7 @@ def test_training_continues_as_deepspeed_did(on_ranks, tmp_path, stage):
 
 
 def test_files_of_experts_that_do_not_fit_are_named(tmp_path):
-    import shutil
-
-    shutil.copytree(FIXTURE / "moe_stage2", tmp_path / "saved")
-    step = tmp_path / "saved" / "global_step3"
+    step = copy_checkpoint(tmp_path / "saved")
     one, other = (step / f"layer_1_expert_{expert}_mp_rank_00_model_states.pt" for expert in (1, 3))
     kept = one.read_bytes()
     one.unlink()
@@ -244,4 +281,40 @@ def test_files_of_experts_that_do_not_fit_are_named(tmp_path):
     first = step / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     first.write_bytes((step / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes())
     with pytest.raises(ValueError, match="is not that of its file of experts"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def rewrite(file: Path, change: Any) -> None:
+    """Change the content of a file of DeepSpeed, of which this test uses plain values and tensors."""
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def test_more_experts_than_files_are_refused(tmp_path):
+    step = copy_checkpoint(tmp_path / "saved")
+    rewrite(step / "mp_rank_00_model_states.pt", lambda content: content.update(num_experts=[4, 10**12]))
+    with pytest.raises(ValueError, match=r"num_experts is \[4, 1000000000000\], but there are 8 files of experts"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def test_a_trained_expert_without_a_weight_is_named(tmp_path):
+    step = copy_checkpoint(tmp_path / "saved")
+    name = "layers.0.deepspeed_moe.experts.deepspeed_experts.2.up.bias"
+    rewrite(step / "layer_0_expert_2_mp_rank_00_model_states.pt", lambda content: content.pop(name))
+    with pytest.raises(ValueError, match=f"the master weight of '{name}' is not that of its file of experts"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def test_files_of_other_versions_are_accepted_or_explained(tmp_path):
+    """Some versions write a file of experts without an optimizer under ZeRO, and no shapes of parameters."""
+    step = copy_checkpoint(tmp_path / "saved")
+    torch.save({"optimizer": None}, step / "expp_rank_1_mp_rank_00_optim_states.pt")
+    assert read_checkpoint(tmp_path / "saved").parameters
+    torch.save({"optimizer": {"state": {}}}, step / "expp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match=r"experts \(MoE\) of stage 0 are not supported"):
+        read_checkpoint(tmp_path / "saved")
+    (step / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    rewrite(step / "mp_rank_00_model_states.pt", lambda content: content.pop("param_shapes"))
+    with pytest.raises(ValueError, match="has no param_shapes, which name the parameters of the flat vectors"):
         read_checkpoint(tmp_path / "saved")

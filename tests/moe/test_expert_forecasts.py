@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from onefold.compat.moe_layer import MoE
 from onefold.config import ConfigError, load_config
 from onefold.log import format_bytes
 from onefold.moe import count_parameters
+from onefold.tools.cli.main import build_parser
+from onefold.tools.cli.plan_command import ask
 from onefold.tools.estimate.dry_run import dry_run
 from onefold.tools.estimate.expert_advice import expert_notes, hint_at_experts, possible_settings
 from onefold.tools.estimate.forecast import forecast
@@ -84,20 +88,41 @@ def test_lora_on_stacked_experts_is_planned(size):
     assert found.traffic is not None
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_deepspeeds_layer_is_planned(size):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.moe = nn.Linear(WIDTH, WIDTH), MoE(WIDTH, Expert(), 4, k=2)
+class OneMoE(nn.Module):
+    """A model of DeepSpeed's layer, whose `ep_size` may request a division."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.moe(self.first(x))[0].square().mean()
+    def __init__(self, ep_size: int = 1) -> None:
+        super().__init__()
+        self.first, self.moe = nn.Linear(WIDTH, WIDTH), MoE(WIDTH, Expert(), 4, ep_size, k=2)
 
+    def example_inputs(self, batch: int, length: int) -> list[torch.Tensor]:
+        return [torch.zeros(batch, length, WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(self.first(x))[0].square().mean()
+
+
+@pytest.mark.parametrize(("size", "ep_size"), [(1, 1), (2, 1), (1, 2)])
+def test_deepspeeds_layer_is_planned(size, ep_size):
     with torch.device("meta"):
-        model = Model()
+        model = OneMoE(ep_size)
     found = run_dry(model, lambda call: call(torch.zeros(2, 8, WIDTH, device="meta")), size)
-    assert any(row.operation == "tokens" for row in found.traffic.rows()) == (size > 1)
+    assert any(row.operation == "tokens" for row in found.traffic.rows()) == (size * ep_size > 1)
+
+
+def planned() -> nn.Module:
+    """Return the model that `onefold plan --model test_expert_forecasts:planned` builds."""
+    return OneMoE(ep_size=2)
+
+
+def test_a_plan_has_the_division_that_the_layers_request(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    arguments = ["plan", "--model", "test_expert_forecasts:planned", "--machine", "2xA100"]
+    assert ask(build_parser().parse_args(arguments)).config["onefold"] == {"expert_parallel_size": 2}
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps({**DEFAULT_CONFIG, "onefold": {"expert_parallel_size": 4}}))
+    with pytest.raises(ConfigError, match="expert_parallel_size is 4 in the config, but the expert layers of the mod"):
+        ask(build_parser().parse_args([*arguments, "--config", str(given)]))
 
 
 def run_dry(model: nn.Module, loss_of: Any, size: int) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
-from expert_cases import batch_of, make_model, save_and_load, settings_of, train_beside_torch, weights_of
+from expert_cases import batch_of, make_model, save_and_load, settings_of, train, train_beside_torch, weights_of
 from models import more, rank, start
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.moe import expert_layers
 from onefold.plan.layout import Layout
 
 
@@ -51,6 +54,25 @@ def test_features_train_with_listed_experts(on_ranks, keys):
     assert run(on_ranks, 2, "listed", 2, 3, **keys)[0]["divided"]
 
 
+def train_in_fp8(size: int) -> tuple[list[float], set[tuple[int, bool]]]:
+    keys = {"bf16": {"enabled": True}, "fp8": {"enabled": True, "emulate": True}}
+    engine = start(make_model("listed"), settings_of(3, size, **keys))
+    params = [param for unit in engine.state.schedule.units for param in unit.params]
+    losses, _ = train(engine)
+    found = {(param.spec.num_expert_parts, param.fp8 is not None) for param in params}
+    engine.destroy()
+    return losses, found
+
+
+def test_divided_lists_are_gathered_in_the_dtype_of_the_model(on_ranks):
+    """FP8 all-gathers would gather the experts of all ranks."""
+    (whole, _), (divided, found) = (on_ranks(2, train_in_fp8, size)[0] for size in (1, 2))
+    assert (2, False) in found
+    assert (2, True) not in found
+    assert (1, True) in found
+    assert divided == pytest.approx(whole, rel=2e-2)
+
+
 @pytest.mark.parametrize(("before", "world", "size"), [(2, 2, 1), more(4, 4, 4), more(4, 2, 2)])
 def test_checkpoints_of_lists_are_loaded_by_any_division(on_ranks, tmp_path, before, world, size):
     saved = on_ranks(before, save_and_load, str(tmp_path), "listed", 2, 2, True, True)[0]
@@ -66,6 +88,14 @@ def use(case: str) -> Any:
     model = make_model("listed", jitter=0.1 if case == "jitter" else 0.0)
     if case == "state":
         model.blocks[0].forward = _changing(model.blocks[0])
+    elif case == "not a number":
+        model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * (1.0 if rank() else math.nan),))
+    elif case == "dropout in experts":
+        for expert in model.blocks[0].experts:
+            expert.down = nn.Sequential(expert.down, nn.Dropout(0.5))
+    elif case == "noisy router":
+        model.blocks[0].gate.register_forward_hook(lambda module, args, output: output + torch.randn_like(output))
+        model.blocks[0].forward = _routing_first(model.blocks[0])
     elif case == "two arguments":
         model.blocks[0].experts[3].forward = lambda rows, scale: rows * scale
         model.blocks[0].forward = lambda x: (model.blocks[0].experts[3](x, 2.0), x)
@@ -85,6 +115,9 @@ def use(case: str) -> Any:
             plain = make_model("listed", jitter=0.1)
             torch.manual_seed(5)
             return loss, plain(**batch).item()
+        if case in ("dropout in experts", "noisy router"):
+            with torch.no_grad():
+                return [engine(**batch).item() for _ in range(2)]
         if case == "places":
             inside = []
             model.head.register_forward_pre_hook(
@@ -115,6 +148,23 @@ def _changing(block: nn.Module) -> Any:
     return changed
 
 
+def _routing_first(block: nn.Module) -> Any:
+    """Return a forward that draws random numbers after its router has drawn some."""
+    forward = type(block).forward
+
+    def routing_first(hidden: torch.Tensor) -> Any:
+        noise = block.gate(hidden.flatten(0, 1)).softmax(-1).mean()
+        return forward(block, nn.functional.dropout(hidden, 0.5) + noise)
+
+    return routing_first
+
+
+@pytest.mark.parametrize("case", ["dropout in experts", "noisy router"])
+def test_random_numbers_of_children_differ_between_calls(on_ranks, case):
+    for first, second in on_ranks(2, use, case):
+        assert first != second
+
+
 def test_other_children_compute_once_and_noise_is_the_same(on_ranks):
     assert on_ranks(2, use, "calls") == [1, 1]
     for loss, plain in on_ranks(2, use, "jitter"):
@@ -123,6 +173,10 @@ def test_other_children_compute_once_and_noise_is_the_same(on_ranks):
 
 def test_the_children_are_the_own_ones_again(on_ranks):
     assert on_ranks(2, use, "places")[0] == (["Expert"] * 4, 16)
+
+
+def test_tokens_that_are_not_numbers_are_computed(on_ranks):
+    assert on_ranks(2, use, "not a number") == ["no error"] * 2
 
 
 def test_calls_that_cannot_be_divided_are_named(on_ranks):
@@ -134,6 +188,28 @@ def test_calls_that_cannot_be_divided_are_named(on_ranks):
         assert "an expert of blocks.0 returned" in found
     for found in on_ranks(2, use, "other's expert"):
         assert "is gathered for its expert layer only" in found, found
+
+
+class TwoLists(nn.Module):
+    """A block with experts, norms in another list, and a parameter with an entry for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.correction = nn.Parameter(torch.zeros(4))
+
+
+def test_the_list_of_experts_is_found_among_others():
+    (layer,) = expert_layers(TwoLists())
+    assert (layer.is_list, layer.list_name, layer.num_experts) == (True, "experts", 4)
+    (layer,) = expert_layers(onefold.experts(TwoLists()))
+    assert (layer.is_list, layer.list_name, layer.num_experts) == (True, "experts", 4)
+    stacked: nn.Module = TwoLists()
+    stacked.experts = nn.Parameter(torch.zeros(4, 16, 16))  # the norms are no experts
+    (layer,) = expert_layers(onefold.experts(stacked))
+    assert layer.stacked == ("correction", "experts")
 
 
 class OneList(nn.Module):
@@ -151,19 +227,25 @@ class OneList(nn.Module):
 
 
 class Marked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, recomputes: bool) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.first = nn.Linear(16, 16)
         self.experts_of_mine = onefold.experts(OneList(), parallel_size=2)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         index = torch.arange(len(tokens)) % 3
-        return self.experts_of_mine(self.first(tokens), index).square().mean()
+        rows = self.first(tokens)
+        if self.recomputes:
+            output = checkpoint(self.experts_of_mine, rows, index, use_reentrant=False)
+        else:
+            output = self.experts_of_mine(rows, index)
+        return output.square().mean()
 
 
-def train_marked() -> tuple[list[float], list[float], int, bool]:
+def train_marked(recomputes: bool) -> tuple[list[float], list[float], int, bool]:
     torch.manual_seed(1)
-    model = Marked()
+    model = Marked(recomputes)
     plain = copy.deepcopy(model)
     engine = start(model, settings_of(3, 1))  # the mark asks for two parts
     batches = [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(step)) for step in range(3)]
@@ -192,8 +274,9 @@ def train_marked() -> tuple[list[float], list[float], int, bool]:
     return losses, expected, size, same
 
 
-def test_a_marked_list_trains_without_tokens_on_a_rank(on_ranks):
-    for losses, expected, size, same in on_ranks(2, train_marked):
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_marked_list_trains_without_tokens_on_a_rank(on_ranks, recomputes):
+    for losses, expected, size, same in on_ranks(2, train_marked, recomputes):
         assert losses == pytest.approx(expected, abs=1e-6)
         assert size == 2
         assert same

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import logging
 import multiprocessing
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 from onefold.config import Aio, ConfigError
+from onefold.offload import swap_folder
 from onefold.offload.drive import SwapError
 from onefold.offload.host_memory import page_aligned
 from onefold.offload.nvme import SwapFiles
@@ -443,7 +443,7 @@ def test_a_folder_taken_for_a_leftover_while_it_is_made_is_made_again(swap_on, t
     swap, neighbour = swap_on(tmp_path), swap_on(tmp_path)
     for one in (swap, neighbour):
         one.reserve(10, torch.float32)
-    make_folder, lock, made, moments = os.makedirs, fcntl.flock, [], [moment]
+    make_folder, lock, made, moments = os.makedirs, swap_folder.lock_file, [], [moment]
 
     def at(reached):
         if reached in moments:
@@ -456,12 +456,12 @@ def test_a_folder_taken_for_a_leftover_while_it_is_made_is_made_again(swap_on, t
             made.append(path)
             at("empty")
 
-    def flock(fd, how):
+    def lock_file(fd, **how):
         at("not locked")
-        lock(fd, how)
+        lock(fd, **how)
 
     monkeypatch.setattr(os, "makedirs", makedirs)
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(swap_folder, "lock_file", lock_file)
     swap.open()
     first, _, again = made
     assert not os.path.exists(first)

@@ -3,13 +3,15 @@
 [Note: DeepSpeed's experts]
 With ep_size = n, a rank has 1/n of the experts, which it numbers from 0. Rank r has part r % n, or r // (W / n) with
 `use_data_before_expert_parallelism`. A flat vector of experts is partitioned over the W / n ranks with the same part.
-The weights of each expert are in `layer_<layer>_expert_<expert>_mp_rank_00_model_states.pt` too, under their names with
-the number among all experts.
+It may begin and end inside a layer, because DeepSpeed limits the size of groups of experts. The weights of each expert
+are in `layer_<layer>_expert_<expert>_mp_rank_00_model_states.pt` too, under their names with the number among all
+experts.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +31,14 @@ class Owners:
 
     ranks: Sequence[int]
     part: int = 0
+    num_parts: int = 1
 
-    def rename(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names that parameters of rank 0 have among all experts."""
+    def rename(self, names: Iterable[str], num_experts: Mapping[str, int]) -> dict[str, str]:
+        """Return the names that parameters of rank 0 have among all experts, by what `count_experts` returned."""
         found = {name: match for name in names if (match := _NAME.fullmatch(name))}
-        numbers: dict[str, set[int]] = {}
-        for match in found.values():
-            numbers.setdefault(match["list"], set()).add(int(match["number"]))
+        first = {each: self.part * number // self.num_parts for each, number in num_experts.items()}
         return {
-            name: f"{match['list']}{int(match['number']) + self.part * len(numbers[match['list']])}{match['rest']}"
+            name: f"{match['list']}{int(match['number']) + first.get(match['list'], 0)}{match['rest']}"
             for name, match in found.items()
         }
 
@@ -51,7 +52,7 @@ def owners_of(partition_count: int, world_size: int, config: Mapping[str, Any]) 
         by_part = [range(part * partition_count, (part + 1) * partition_count) for part in range(num_parts)]
     else:
         by_part = [range(part, world_size, num_parts) for part in range(num_parts)]
-    return [Owners(ranks, part) for part, ranks in enumerate(by_part)]
+    return [Owners(ranks, part, num_parts) for part, ranks in enumerate(by_part)]
 
 
 def read_expert_files(
@@ -62,6 +63,8 @@ def read_expert_files(
     files = {
         (int(match[1]), int(match[2])): file for file in folder.iterdir() if (match := EXPERT_FILE.fullmatch(file.name))
     }
+    if any(number > len(files) for number in num_experts):
+        raise ValueError(f"{folder}: num_experts is {list(num_experts)}, but there are {len(files)} files of experts")
     expected = {(layer, expert) for layer, number in enumerate(num_experts) for expert in range(number)}
     if files.keys() != expected:
         missing, more = sorted(expected - files.keys()), sorted(files.keys() - expected)
@@ -75,11 +78,19 @@ def read_expert_files(
     return found
 
 
+def count_experts(weights: Iterable[str]) -> dict[str, int]:
+    """Return the number of experts in each list, from the names of all weights of experts."""
+    experts = {(match["list"], match["number"]) for name in weights if (match := _NAME.fullmatch(name))}
+    return Counter(name for name, _ in experts)
+
+
 def check_weights(
-    folder: Path, weights: Mapping[str, torch.Tensor], masters: Iterator[tuple[str, torch.Tensor]]
+    folder: Path, weights: Mapping[str, torch.Tensor], masters: Iterator[tuple[str, Callable[[], torch.Tensor]]]
 ) -> None:
     """Raise if the weights of experts differ from their masters, because these would belong to other experts."""
-    for name, master in masters:
+    for name, assemble in masters:
+        if not _NAME.fullmatch(name):
+            continue
         weight = weights.get(name)
-        if weight is None or not torch.allclose(weight.float(), master, rtol=_ROUNDING, atol=1e-6):
+        if weight is None or not torch.allclose(weight.float(), assemble(), rtol=_ROUNDING, atol=1e-6):
             raise ValueError(f"{folder}: the master weight of {name!r} is not that of its file of experts")

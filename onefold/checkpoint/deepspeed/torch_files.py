@@ -9,6 +9,7 @@ never imports the named object. All other names are refused. Tensors are views o
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import pickle
@@ -21,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -58,12 +59,12 @@ class _Dtype:
     """Placeholder for numpy.dtype: numbers or text in native byte order."""
 
     def __init__(self, code: Any, *flags: Any) -> None:
-        _require(type(code) is str and re.fullmatch(r"[biufc][0-9]{1,2}|[SU][0-9]{1,6}", code), f"an array of {code!r}")
+        require(type(code) is str and re.fullmatch(r"[biufc][0-9]{1,2}|[SU][0-9]{1,6}", code), f"an array of {code!r}")
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
         fine = type(state) is tuple and state[1] in ("<", "|", "=") and state[2:5] == (None, None, None)
-        _require(fine, "an array of another byte order, or of records")
+        require(fine, "an array of another byte order, or of records")
 
 
 class _Array(np.ndarray[Any, Any]):
@@ -76,19 +77,19 @@ class _Array(np.ndarray[Any, Any]):
         _, shape, dtype, in_columns, data = state
         fine = type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape)
         fine = fine and type(dtype) is _Dtype and type(data) is bytes and type(in_columns) is bool
-        _require(fine and math.prod(shape) * dtype.dtype.itemsize == len(data), "an array that is not a plain one")
+        require(fine and math.prod(shape) * dtype.dtype.itemsize == len(data), "an array that is not a plain one")
         super().__setstate__((1, shape, dtype.dtype, in_columns, data))
 
 
 def _number(dtype: Any, data: Any) -> Any:
     """Replace numpy's function that creates a scalar, and return a Python number."""
-    _require(type(dtype) is _Dtype and type(data) is bytes, "a number that is not a plain one")
+    require(type(dtype) is _Dtype and type(data) is bytes, "a number that is not a plain one")
     return np.frombuffer(data, dtype.dtype)[0].item()
 
 
-def _member(kind: Any, name: Any) -> StandIn:
+def enum_member(kind: Any, name: Any) -> StandIn:
     """Replace getattr, which Python 3.11.0 to 3.11.3 uses to pickle the members of an enum."""
-    _require(isinstance(kind, type) and issubclass(kind, StandIn) and type(name) is str, f"an attribute of {kind}")
+    require(isinstance(kind, type) and issubclass(kind, StandIn) and type(name) is str, f"an attribute of {kind}")
     return kind(name)  # type: ignore[no-any-return]
 
 
@@ -105,7 +106,7 @@ ALLOWED: list[Any] = [
     *((type(name.rpartition(".")[2], (StandIn,), {"name": name}), name) for name in _INERT),
     *((made, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
       for made, name in ((_Array, "_reconstruct"), (_number, "scalar"))),
-    (_Dtype, "numpy.dtype"), (_member, "builtins.getattr"), (lambda: b"", "builtins.bytes"),
+    (_Dtype, "numpy.dtype"), (enum_member, "builtins.getattr"), (lambda: b"", "builtins.bytes"),
     (frozenset, "builtins.frozenset"), (argparse.Namespace, "argparse.Namespace"),
     (lambda factory=None: {}, "collections.defaultdict"), (lambda *what: [], "collections.deque"),
 ]  # fmt: skip
@@ -113,13 +114,13 @@ ALLOWED: list[Any] = [
 
 def _byte_array(*what: Any) -> bytearray:
     """Replace bytearray, which allocates any number of zeros for a number."""
-    _require(what == () or (len(what) <= 2 and type(what[0]) in (str, bytes)), "a bytearray of a number")
+    require(what == () or (len(what) <= 2 and type(what[0]) in (str, bytes)), "a bytearray of a number")
     return bytearray(*what)
 
 
 def _without_attributes(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     """Replace torch's function that rebuilds a tensor with attributes, and drop them."""
-    _require(rebuild is torch._utils._rebuild_tensor_v2 and kind is _TensorClass, "a subclass of a tensor")
+    require(rebuild is torch._utils._rebuild_tensor_v2 and kind is _TensorClass, "a subclass of a tensor")
     return rebuild(*args)
 
 
@@ -163,21 +164,38 @@ def read_torch_file(path: str | os.PathLike[str]) -> Any:
 
     A defaultdict or Namespace is returned as a dict, a deque as a list, and a numpy scalar as a Python number.
     """
-    file = Path(path)
+    with refusing(str(path)):
+        with os.fdopen(open_regular(path), "rb") as opened:
+            sizes, pickle_size = _check_archive(opened)
+        return _load(Path(path), sizes, pickle_size, mmap=True)
+
+
+def read_torch_bytes(data: bytes, where: str) -> Any:
+    """Load the content of a `torch.save` file, like `read_torch_file`. `where` names it in errors."""
+    with refusing(where):
+        return _load(io.BytesIO(data), *_check_archive(io.BytesIO(data)), mmap=False)
+
+
+def _load(file: Any, sizes: set[int], pickle_size: int, *, mmap: bool) -> Any:
+    with _exclusive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _only_plain_names():
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    return PlainCopier(sizes, MAX_REPETITION * pickle_size).copy(found, 0)
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Raise `RefusedPickle` for any error but an OSError."""
     try:
-        sizes, pickle_size = _check_archive(file)
-        with _exclusive, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with _only_plain_names():
-                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return _Plain(sizes, MAX_REPETITION * pickle_size).copy(found, 0)
+        yield
     except OSError:
         raise
     except Exception as error:
-        raise RefusedPickle(f"{path}: {_what_is_wrong(error)}. The file is refused; nothing was executed.") from error
+        raise RefusedPickle(f"{where}: {_what_is_wrong(error)}. The file is refused; nothing was executed.") from error
 
 
-def _require(fine: object, what: str) -> None:
+def require(fine: object, what: str) -> None:
     if not fine:
         raise RefusedPickle(f"{what}: not plain data or a tensor")
 
@@ -192,19 +210,18 @@ def _what_is_wrong(error: Exception) -> str:
     return f"damaged: {type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
-def _check_archive(file: Path) -> tuple[set[int], int]:
+def _check_archive(opened: IO[bytes]) -> tuple[set[int], int]:
     """Check that an archive is complete before torch opens it. Return the sizes of its entries and of its pickle."""
-    with os.fdopen(open_regular(file), "rb") as opened:
-        if opened.read(4) != b"PK\x03\x04":
-            raise RefusedPickle(
-                "not a zip file of torch.save. Formats before torch 1.6 (also written with "
-                "_use_new_zipfile_serialization=False) are not supported: save the file again where it is trusted"
-            )
-        try:
-            with zipfile.ZipFile(opened) as archive:
-                infos = archive.infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-            raise RefusedPickle(f"not a complete zip file (truncated?): {error}") from error
+    if opened.read(4) != b"PK\x03\x04":
+        raise RefusedPickle(
+            "not a zip file of torch.save. Formats before torch 1.6 (also written with "
+            "_use_new_zipfile_serialization=False) are not supported: save the file again where it is trusted"
+        )
+    try:
+        with zipfile.ZipFile(opened) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise RefusedPickle(f"not a complete zip file (truncated?): {error}") from error
     pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise RefusedPickle("not a file of torch.save: it must have one data.pkl")
@@ -214,7 +231,7 @@ def _check_archive(file: Path) -> tuple[set[int], int]:
     return {info.file_size for info in infos}, pickles[0].file_size
 
 
-class _Plain:
+class PlainCopier:
     """Copier of the loaded data, except tensors. It refuses cycles, deep nesting, excessive repetition and classes."""
 
     def __init__(self, sizes: set[int], max_containers: int) -> None:
@@ -228,10 +245,10 @@ class _Plain:
             return np.array(value)
         if isinstance(value, torch.Tensor):
             plain = kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
-            _require(plain and not value.is_quantized, f"a tensor of {value.layout}, {value.device}, {value.dtype}")
+            require(plain and not value.is_quantized, f"a tensor of {value.layout}, {value.device}, {value.dtype}")
             nbytes = value.untyped_storage().nbytes()
             fits = value.nbytes <= nbytes and nbytes in {0, *self._sizes}
-            _require(fits, f"a tensor of {value.nbytes} bytes in a storage of {nbytes}")
+            require(fits, f"a tensor of {value.nbytes} bytes in a storage of {nbytes}")
             return value.detach()
         self._num_containers += 1
         if depth >= MAX_DEPTH or self._num_containers > self._max_containers:
@@ -242,6 +259,6 @@ class _Plain:
             return kind({self.copy(key, depth + 1): self.copy(inner, depth + 1) for key, inner in value.items()})
         if kind in (list, tuple, set, frozenset):
             return kind(self.copy(inner, depth + 1) for inner in value)
-        _require(isinstance(value, StandIn), f"{getattr(value, 'name', kind.__name__)} among the data")
+        require(isinstance(value, StandIn), f"{getattr(value, 'name', kind.__name__)} among the data")
         value.args, value.state = self.copy(value.args, depth + 1), self.copy(value.state, depth + 1)
         return value

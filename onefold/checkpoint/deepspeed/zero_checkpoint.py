@@ -28,7 +28,13 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.deepspeed.expert_files import Owners, check_weights, owners_of, read_expert_files
+from onefold.checkpoint.deepspeed.expert_files import (
+    Owners,
+    check_weights,
+    count_experts,
+    owners_of,
+    read_expert_files,
+)
 from onefold.checkpoint.deepspeed.torch_files import StandIn, read_torch_file
 from onefold.checkpoint.format.manifest import NAME
 from onefold.storage.place import local_path, read_small
@@ -37,9 +43,9 @@ MAX_TAG_BYTES = 4096
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 UNIVERSAL = "DeepSpeed's universal format is not supported. Give the checkpoint that it was converted from"
+EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 NOT_READ = {
     r"expert_\d+_.*": "files of experts of all layers are not supported",
-    r"expp_rank_.*": "experts (MoE) of stage 0 are not supported, only of stages 1 and 2",
     r"layer_\d+-.*": "pipeline parallelism is not supported",
     r"zero": UNIVERSAL,
     r"offloaded_tensors": "optimizer states on NVMe are not supported. Save without NVMe offload",
@@ -106,6 +112,10 @@ class DeepSpeedCheckpoint:
     """The plain data, with the keys optimizer, lr_scheduler, loss_scale, counters and client_state."""
     sources: Sequence[PartitionedTensor]
 
+    @property
+    def writer(self) -> str:
+        return f"imported from DeepSpeed, {self.world_size} ranks"
+
     def entries(self) -> Iterator[tuple[str, torch.dtype, Shape]]:
         """Iterate over the names, dtypes and shapes of the tensors without reading them."""
         for source in self.sources:
@@ -144,8 +154,7 @@ def _build(folder: Path, files: _Files) -> DeepSpeedCheckpoint:
         name: group_of[index] for (index, _), (masters, _) in zip(owned, trained, strict=True) for name in masters
     }
     if files.experts:
-        found = ((name, weights[name].assemble()) for name in groups if name in files.experts)
-        check_weights(folder, files.experts, found)
+        check_weights(folder, files.experts, ((name, weights[name].assemble) for name in groups))
     in_order = [name for name in dict.fromkeys([*files.module, *weights]) if name in weights]
     return DeepSpeedCheckpoint(
         folder=folder,
@@ -225,6 +234,11 @@ class _Files:
         """The weights in the files of experts, by their names among all experts."""
         return read_expert_files(self.model_files[0].parent, self.model.get("num_experts") or (), _read_dict)
 
+    @cached_property
+    def num_experts(self) -> dict[str, int]:
+        """The number of experts in each list of experts."""
+        return count_experts(self.experts)
+
     def owners(self, index: int) -> list[Owners]:
         """Return the ranks that partition one flat vector: once, or for each part of the experts."""
         counts, config = self.optimizers[0]["partition_count"], self.model.get("ds_config")
@@ -254,6 +268,12 @@ def _open(folder: Path) -> _Files:
     degrees = [model.get("mp_world_size", 1), *model.get("checkpoint_parallel_dimensions", {}).values()]
     if any(degree != 1 for degree in degrees):
         raise ValueError(f"{model_files[0]}: tensor and pipeline parallelism are not supported, only data parallelism")
+    if model.get("param_shapes") is None:
+        raise ValueError(
+            f"{model_files[0]}: has no param_shapes, which name the parameters of the flat vectors. Some versions of "
+            "DeepSpeed leave them out for models with experts. Load the checkpoint in DeepSpeed 0.19.8 or newer, and "
+            "save it again."
+        )
     if model.get("ds_autoep_layers") or model.get("autoep_layers"):
         raise ValueError(f"{model_files[0]}: experts (MoE) of AutoEP are not supported, only those of the layer MoE")
     others = [_read_dict(optimizer_files[rank])["optimizer_state_dict"] for rank in range(1, world_size)]
@@ -268,6 +288,8 @@ def _classify(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
         for pattern, why in NOT_READ.items():
             if re.fullmatch(pattern, file.name):
                 raise ValueError(f"{file}: {why}")
+        if EXPERT_OPTIMIZER_FILE.fullmatch(file.name) and _read_dict(file).get("optimizer") is not None:
+            raise ValueError(f"{file}: experts (MoE) of stage 0 are not supported, only of stages 1 and 2")
         for kind, by_rank in zip((MODEL_FILE, OPTIMIZER_FILE), found, strict=True):
             if match := kind.fullmatch(file.name):
                 rank = int(match[1] or 0)
@@ -339,7 +361,7 @@ def _read_trained(
         raise ValueError(f"{files.optimizer_files[0]}: ranks have {shown} master elements, parameters {end}")
     names = {name: None for rank in ranks for name in files.states(rank, index) if name != "step"}
     states = {name: _read_states(files, index, name, sizes) for name in names}
-    renamed = owners.rename(shapes)
+    renamed = owners.rename(shapes, files.num_experts)
 
     def source(kind: str, name: str, partitions: Sequence[torch.Tensor], state: str = "") -> PartitionedTensor:
         where = f"{kind}/{renamed.get(name, name)}{state}"

@@ -14,7 +14,6 @@ because a killed job leaves it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.manifest import NAME, Manifest, ShardFile, checksum
+from onefold.storage.file_lock import lock_file
 from onefold.storage.object_path import ObjectPath, StorageError
 from onefold.storage.place import (
     Place,
@@ -101,7 +101,7 @@ def locked(folder: Place) -> Iterator[bool]:
         os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644 & file_mode(folder)), "rb"
     ) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, wait=False)
             ours = True
         except BlockingIOError:
             ours = False
@@ -251,6 +251,11 @@ def is_deepspeeds(path: Place) -> bool:
     with suppress(FileNotFoundError):  # removed in the meantime
         return any(not _is_pointer(file) for file in path.glob("*_model_states.pt"))
     return False
+
+
+def is_dcp(path: Place) -> bool:
+    """Return whether a folder contains a checkpoint of torch.distributed.checkpoint."""
+    return (path / ".metadata").exists()
 
 
 def is_tag_folder(folder: Place) -> bool:

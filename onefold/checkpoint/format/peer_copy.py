@@ -7,6 +7,7 @@ launcher of the next node mirrors the files, so that each file is on two nodes:
 
     NODE_FOLDER/
       complete                                the name of the newest copy that is whole and mirrored
+      rejected                                the name of the newest copy that must not be resumed from, if any
       copy-START-NUMBER-ENGINE-RANKS/
         data-.../rank-00000.safetensors       a shard, of a rank of this node or of the node before it
         data-.../rank-00000.json              its record, written when the shard is complete
@@ -20,11 +21,13 @@ the missing ones, and pass the names of whole copies to the ranks, newest first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,12 +39,14 @@ from onefold.storage.place import read_small, replace_file
 
 # The variables with the folder of the node, and with the names of the copies from which a restarted rank may resume.
 FOLDER_VARIABLE, RESUME_VARIABLE = "ONEFOLD_PEER_COPIES", "ONEFOLD_PEER_COPIES_TO_RESUME"
-HEADER, COMPLETE = "header.json", "complete"
+HEADER, COMPLETE, REJECTED = "header.json", "complete", "rejected"
 # The newest complete copy, and one that is being written or was complete before.
 SLOTS = 2
 _COPY = re.compile(r"copy-(?P<start>\d{6})-(?P<number>\d{8})-(?P<engine>\d{4})-(?P<ranks>\d{6})")
 _FILE = re.compile(r"header\.json|data-[0-9A-Za-z-]{1,40}/rank-(?P<rank>\d{5,6})\.(json|safetensors)")
 _MOST_BYTES_OF_NAME = 200
+# The field of a header with the identity of the program.
+_PROGRAM = "program"
 
 
 def copy_name(start: int, number: int, engine: int, num_ranks: int) -> str:
@@ -65,6 +70,19 @@ def is_file_of_copy(path: str) -> bool:
 def node_folder() -> Path:
     """Return the folder of this node. A rank finds it in its environment."""
     return Path(os.environ[FOLDER_VARIABLE])
+
+
+def program_identity() -> str:
+    """Return a text that differs between programs, because a rank may run several ones, one after the other."""
+    return hashlib.blake2b("\0".join(sys.argv).encode(), digest_size=16).hexdigest()
+
+
+def program_of(copy: Path) -> str | None:
+    """Return the identity of the program that has made a whole copy."""
+    with suppress(OSError, ValueError, AttributeError):
+        found = json.loads(read_small(copy / HEADER, MAX_BYTES)).get(_PROGRAM)
+        return found if isinstance(found, str) else None
+    return None
 
 
 def num_nodes() -> int:
@@ -110,15 +128,34 @@ def rank_of(file: str) -> int:
 
 def read_complete(folder: Path) -> str | None:
     """Return the name of the newest complete copy."""
-    with suppress(OSError):
-        name = read_small(folder / COMPLETE, _MOST_BYTES_OF_NAME).decode(errors="replace")
-        return name if _COPY.fullmatch(name) else None
-    return None
+    return _read_name(folder / COMPLETE)
 
 
 def write_complete(folder: Path, name: str) -> None:
     """Record the name of the newest complete copy."""
     replace_file(folder / COMPLETE, name.encode())
+
+
+def read_rejected(folder: Path) -> str | None:
+    """Return the name of the newest copy that was rejected."""
+    return _read_name(folder / REJECTED)
+
+
+def reject(folder: Path, name: str) -> None:
+    """Let no restart resume from this copy, or from an earlier one."""
+    replace_file(folder / REJECTED, name.encode())
+
+
+def is_copy_name(name: object) -> bool:
+    """Return whether this is the name of a copy."""
+    return isinstance(name, str) and _COPY.fullmatch(name) is not None
+
+
+def _read_name(path: Path) -> str | None:
+    with suppress(OSError):
+        name = read_small(path, _MOST_BYTES_OF_NAME).decode(errors="replace")
+        return name if is_copy_name(name) else None
+    return None
 
 
 def make_room(folder: Path, kept: Collection[str], rank: int, *, is_first_of_node: bool) -> None:
@@ -130,12 +167,23 @@ def make_room(folder: Path, kept: Collection[str], rank: int, *, is_first_of_nod
             shutil.rmtree(copy, ignore_errors=True)
 
 
+def keep_parts_of_node(copy: Path, node: int, num_nodes: int) -> None:
+    """Remove parts of a whole copy, so that each part stays on two nodes, next to each other."""
+    match = _COPY.fullmatch(copy.name)
+    assert match is not None, copy
+    for path in copy.glob("data-*/rank-*"):
+        first = rank_of(path.relative_to(copy).as_posix()) * num_nodes // int(match["ranks"])
+        if node not in (first, (first + 1) % num_nodes):
+            path.unlink(missing_ok=True)
+
+
 def write_header(copy: Path, **fields: Any) -> None:
     """Write what rank 0 adds to the records of all ranks: the fields of a manifest without files and tensors.
 
     On one node the copy is complete then. On several, the launcher of rank 0 waits until all of it is mirrored.
     """
-    text = json.dumps({**fields, "tag": copy.name, "saved": datetime.now(UTC).isoformat()})
+    own = {"tag": copy.name, "saved": datetime.now(UTC).isoformat(), _PROGRAM: program_identity()}
+    text = json.dumps({**fields, **own})
     replace_file(copy / HEADER, text.encode())
     if num_nodes() == 1:
         write_complete(copy.parent, copy.name)
@@ -143,7 +191,8 @@ def write_header(copy: Path, **fields: Any) -> None:
 
 def join_copy(copy: Path) -> Manifest:
     """Write the manifest of a whole copy, so that it can be read as a checkpoint."""
-    fields: Mapping[str, Any] = json.loads(read_small(copy / HEADER, MAX_BYTES))
+    fields: dict[str, Any] = json.loads(read_small(copy / HEADER, MAX_BYTES))
+    fields.pop(_PROGRAM, None)
     paths = sorted((file for file in files_of(copy) if file != HEADER and file.endswith(".json")), key=rank_of)
     records = [ShardRecord.from_json(json.loads(read_small(copy / path, MAX_BYTES))) for path in paths]
     parts = (part for rank, record in enumerate(records) for part in record.numbered(rank))

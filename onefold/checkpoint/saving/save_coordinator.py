@@ -64,6 +64,8 @@ class SaveCoordinator:
         self._mutex = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self.failed_copy = ""
+        """The name of the last peer copy that failed. Rank 0 knows of the failures of all ranks."""
         self._stop = threading.Event()
         self._listener: threading.Thread | None = None
         if board.group.size > 1:
@@ -98,11 +100,11 @@ class SaveCoordinator:
             if not options.background:
                 self.finish()
 
-    def copy(self, options: SaveOptions, make_header: Callable[[], SaveHeader], *, may_begin: bool) -> bool:
+    def copy(self, options: SaveOptions, make_header: Callable[[], SaveHeader], *, may_begin: bool) -> str:
         """Write a peer copy in the background, unless rank 0 may not begin one or a save is in progress.
 
-        All ranks call this after the same step, and return whether rank 0 has begun it. Errors of the copy are logged:
-        training goes on without it.
+        All ranks call this after the same step, and return the name of the copy, or "" if rank 0 has not begun one.
+        Errors of the copy are logged: training goes on without it.
         """
         owner = self._owner()
         assert owner is not None
@@ -110,24 +112,31 @@ class SaveCoordinator:
             is_busy = self._thread is not None and self._thread.is_alive()
             if self._rank == 0 and (is_busy or self._error is not None or not may_begin):
                 self._publisher.decline(owner, options.tag)
-                return False
+                return ""
             try:
                 if self._rank == 0:
-                    save = self._publisher.start(owner, options, make_header)
+                    save = self._publisher.start(owner, options, make_header, is_copy=True)
                     request, slots = save.request, save.slots
                     conclude = partial(self._publisher.conclude, save)
                 else:
                     request, is_served = self._participant.find_request(owner.steps_done(), options.tag)
                     if is_served:  # by the listener
-                        return True
+                        return request.tag
                     slots, conclude = [], partial(self._participant.await_verdict, request)
-            except CopyDeclined:
-                return False
+            except CopyDeclined as declined:
+                if str(declined):
+                    self._fail_copy(options.tag, declined)
+                return ""
             if self._thread is not None:  # rank 0 has concluded the save before
                 self._thread.join()
                 self._thread = None
             self._keep_error(lambda: self._participate(owner, request, conclude, lambda tag: None, slots), request)
-            return True
+            return request.tag
+
+    def _fail_copy(self, name: str, error: Exception) -> None:
+        self.failed_copy = name
+        if self._rank == 0:
+            logger.warning("onefold.peer_copies: %s. The last complete copy is kept", error)
 
     def _participate(
         self,
@@ -182,8 +191,8 @@ class SaveCoordinator:
         except Exception as error:
             if request is None or not request.is_copy:
                 self._error = error
-            elif self._rank == 0:
-                logger.warning("onefold.peer_copies: %s. The last complete copy is kept", error)
+            else:
+                self._fail_copy(request.tag, error)
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and raise its error."""
@@ -342,8 +351,13 @@ class SavePublisher:
         self._num_ranks = board.group.size
         self._number = 0
 
-    def start(self, owner: Savable, options: SaveOptions, make_header: Callable[[], SaveHeader]) -> StartedSave:
-        """Create the data folder and post the request. On an error, post a refusal and raise."""
+    def start(
+        self, owner: Savable, options: SaveOptions, make_header: Callable[[], SaveHeader], *, is_copy: bool = False
+    ) -> StartedSave:
+        """Create the data folder and post the request. On an error, post a refusal and raise.
+
+        A full disk declines a peer copy, on all ranks.
+        """
         self._number += 1
         steps, lock = owner.steps_done(), ExitStack()
         try:
@@ -360,8 +374,12 @@ class SavePublisher:
         except BaseException as error:
             lock.close()
             refused = f"{type(error).__name__}: {error}"
+            declines = is_copy and isinstance(error, OSError)
             with suppress(RuntimeError):  # the store may be unreachable
-                self._post({"number": self._number, "steps": steps, "tag": options.tag, "refused": refused})
+                note = {"number": self._number, "steps": steps, "tag": options.tag}
+                self._post({**note, "refused": BUSY if declines else refused})
+            if declines:
+                raise CopyDeclined(f"the copy {options.tag} cannot begin: {error}") from error
             if isinstance(error, OSError):
                 raise SaveError(f"cannot save to {options.save_dir}, tag {options.tag}: {error}") from error
             raise

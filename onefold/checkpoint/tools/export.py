@@ -23,8 +23,9 @@ from onefold.log import logger, parse_size
 from onefold.storage.place import Place, PlaceLike, local_path, place
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = ("safetensors", "bin")
+FORMATS = ("safetensors", "bin", "dcp")
 BIN = "pytorch_model.bin"
+SHARD_SIZE = "5GB"
 
 _UNCUT = 1 << 62
 _MAX_NAMED = 5
@@ -86,6 +87,9 @@ def _find_once(folder: Place, tag: str | None) -> folders.FoundCheckpoint:
         logger.warning("%s", warning)
     if candidates:
         return candidates[0]
+    if any(map(folders.is_dcp, [folder, *folder.iterdir()])):
+        what = "a checkpoint of torch.distributed.checkpoint"
+        raise CheckpointError(f"{folder} contains {what}. Run onefold import-dcp {folder} OUT.")
     if any(folders.is_deepspeeds(entry) for entry in folder.iterdir() if entry.is_dir()):
         raise CheckpointError(f"{folder} contains checkpoints of DeepSpeed. Run onefold import-deepspeed {folder} OUT.")
     raise NoCheckpointError(f"{folder} contains no checkpoint")
@@ -163,7 +167,7 @@ def export(
     tag: str | None = None,
     dtype: str = "fp32",
     file_format: str = "safetensors",
-    max_shard_size: int | str | None = "5GB",
+    max_shard_size: int | str | None = SHARD_SIZE,
     exclude_frozen: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
@@ -172,7 +176,8 @@ def export(
     `path` is the folder of a checkpoint, or a folder of checkpoints, from which `tag` or the latest is exported.
     Floating-point tensors are cast to `dtype` (fp32, bf16 or fp16); others keep their dtype. The `file_format`
     "safetensors" needs memory for one tensor. "bin" uses torch.save, for `torch.load(weights_only=True)`, and needs
-    memory for one file of `max_shard_size`.
+    memory for one file of `max_shard_size`. "dcp" writes a folder of torch.distributed.checkpoint with the weights and
+    the optimizer states, as FSDP2 users save them.
     """
     for given, known, what in ((dtype, (*DTYPES,), "dtype"), (file_format, FORMATS, "file_format")):
         if given not in known:
@@ -184,6 +189,10 @@ def export(
     folder = local_path(out, "the folder of an export")
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file. Give a folder, to which several files may be written.")
+    if file_format == "dcp" and max_shard_size not in (None, SHARD_SIZE):
+        raise ExportError("max_shard_size: the format dcp has one file. Leave it out.")
+    if file_format == "dcp" and folder.exists() and any(folder.iterdir()):
+        raise ExportError(f"{folder} is not empty, and dcp.load would read its other files. Give a new folder.")
 
     def work(checkpoint: CheckpointReader) -> Exported:
         source = checkpoint.folder
@@ -212,8 +221,8 @@ def export(
                 progress(name, done, total)
             return tensor
 
-        write = _write_safetensors if file_format == "safetensors" else _write_bin
-        names = write(folder, weights, limit, read)
+        writers = {"safetensors": _write_safetensors, "bin": _write_bin, "dcp": _write_dcp}
+        names = writers[file_format](folder, weights, limit, read)
         if beyond:
             logger.warning("values outside the range of %s became infinite in: %s", dtype, spell_names(beyond))
         nbytes = sum(weights.nbytes(name) for name in weights.dtypes)
@@ -254,3 +263,11 @@ def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: ReadTen
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         logger.warning("%s also contains model.safetensors, which Hugging Face loads instead of %s", folder, BIN)
     return files.names
+
+
+def _write_dcp(folder: Path, weights: WeightSelection, _: int, read: ReadTensor) -> list[str]:
+    from onefold.checkpoint.dcp.dcp_writer import write_dcp  # loads torch.distributed.checkpoint
+
+    named = {name: (name, dtype) for name, dtype in weights.dtypes.items()}
+    named |= {alias: (name, weights.dtypes[name]) for alias, name in weights.aliases.items()}
+    return write_dcp(folder, weights.checkpoint, named, read)

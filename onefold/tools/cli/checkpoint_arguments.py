@@ -20,6 +20,7 @@ def export(parser: argparse.ArgumentParser) -> None:
       onefold export checkpoints/global_step500 weights        the checkpoint of step 500
       onefold export checkpoints weights --tag global_step500  the checkpoint of step 500
       onefold export checkpoints weights --format bin          pytorch_model.bin, for torch.load(weights_only=True)
+      onefold export checkpoints fsdp --format dcp             weights and optimizer states, for dcp.load and FSDP2
       onefold export checkpoints adapter --exclude-frozen      only trained parameters (e.g. LoRA adapters), and buffers
 
       python zero_to_fp32.py CKPT OUT, in every checkpoint folder, does the same in fp32 with DeepSpeed's options.
@@ -30,8 +31,9 @@ def export(parser: argparse.ArgumentParser) -> None:
     add("--tag", metavar="TAG", help="tag of the checkpoint in CKPT (default: the tag in the file `latest`)")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
         help="dtype of floating-point weights (default: fp32)")  # fmt: skip
-    add("--format", choices=("safetensors", "bin"), default="safetensors",
-        help="safetensors (default), or torch.save's pytorch_model.bin")  # fmt: skip
+    add("--format", choices=("safetensors", "bin", "dcp"), default="safetensors",
+        help="safetensors (default), torch.save's pytorch_model.bin, or a folder of torch.distributed.checkpoint "
+        "with optimizer states")  # fmt: skip
     add("--max-shard-size", type=size, metavar="SIZE", default="5GB",
         help="maximum size of a file, e.g. 500MB or 2GiB; several files get an index (default: 5GB)")  # fmt: skip
     add("--exclude-frozen", action="store_true", help="write trained parameters and buffers only")
@@ -130,3 +132,26 @@ def import_deepspeed(parser: argparse.ArgumentParser) -> None:
     add_folder(parser, "source", help="the folder that DeepSpeed saved to, or the folder of one tag")
     parser.add_argument("out", metavar="OUT", help="the folder to write to; created if missing")
     parser.add_argument("--tag", metavar="TAG", help="tag of the checkpoint (default: the tag in the file `latest`)")
+
+
+def import_dcp(parser: argparse.ArgumentParser) -> None:
+    """Convert a folder of torch.distributed.checkpoint (DCP) to onefold's format.
+
+    Reads what FSDP2 users, torchtitan and Accelerate (also through transformers' Trainer) save on any number of ranks:
+    weights, optimizer states of Adam, AdamW, SGD, Adagrad and Lion, hyperparameters, the schedule, and plain data.
+    engine.load_checkpoint(OUT) resumes from it, in any stage and on any number of ranks. The pickles are read by an
+    unpickler for tensors and plain data only, which executes nothing. Unknown files and keys are refused by name. The
+    source is not changed.
+
+    examples:
+      onefold import-dcp outputs/checkpoint out                    the latest step of torchtitan
+      onefold import-dcp outputs/checkpoint out --tag step-1000    step 1000
+      onefold import-dcp trainer/checkpoint-500 out                a checkpoint of Trainer with FSDP
+      onefold import-dcp checkpoint out --leave-out ema            all keys but `ema`
+    """
+    add_folder(parser, "source", help="the folder with .metadata, or a folder of such folders")
+    add = parser.add_argument
+    add("out", metavar="OUT", help="the folder to write to; created if missing")
+    add("--tag", metavar="FOLDER", help="the folder in SOURCE to convert (default: the latest step)")
+    add("--leave-out", metavar="KEY", action="append", default=[],
+        help="a top-level key of the saved state dict that is not converted; may be given several times")  # fmt: skip

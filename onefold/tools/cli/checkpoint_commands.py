@@ -1,4 +1,4 @@
-"""Run `onefold export`, `onefold import-deepspeed` and `onefold ckpt`."""
+"""Run `onefold export`, `onefold import-deepspeed`, `onefold import-dcp` and `onefold ckpt`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any
 
-from onefold.checkpoint.deepspeed.import_checkpoint import import_deepspeed
 from onefold.checkpoint.format import folder
 from onefold.checkpoint.format.files import CheckpointError, RemovedError
 from onefold.checkpoint.format.folder import LATEST, FoundCheckpoint, data_folders, is_deepspeeds, list_tags
@@ -20,6 +19,7 @@ from onefold.checkpoint.tools import audit
 from onefold.checkpoint.tools import export as exporting
 from onefold.checkpoint.tools.audit import Damage, spell, unpublished_bytes
 from onefold.checkpoint.tools.export import find_checkpoint
+from onefold.checkpoint.tools.import_checkpoint import import_dcp, import_deepspeed
 from onefold.log import format_bytes
 from onefold.storage.place import Place, place, replace_file, tree_size
 from onefold.tools.cli.terminal import fails_on, print_table, progress_bar
@@ -60,6 +60,19 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     )
     for key in found.left_out:
         print(f"left out: client state {key!r} is not plain data")
+    return 0
+
+
+@fails_on(ValueError, OSError)
+def import_of_torch(options: argparse.Namespace) -> int:
+    """Run `onefold import-dcp`."""
+    with progress_bar("import") as show_progress:
+        found = import_dcp(options.source, options.out, options.tag, options.leave_out, show_progress)
+    steps, weights = found.source.state["counters"]["global_steps"], len(found.source.model_names)
+    states = "with optimizer states" if found.source.state["optimizer"] else "without an optimizer"
+    print(f"{found.folder}: step {steps}, {weights} weights, {format_bytes(found.nbytes)}, {states}")
+    for name in found.left_out:
+        print(f"left out: {name}")
     return 0
 
 

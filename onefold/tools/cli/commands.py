@@ -58,6 +58,12 @@ COMMANDS = {
     "import-deepspeed": Command(
         "convert a DeepSpeed checkpoint", checkpoint.import_deepspeed, f"{_CKPT}:import_checkpoint", True
     ),
+    "import-dcp": Command(
+        "convert a checkpoint of FSDP2, torchtitan or Accelerate",
+        checkpoint.import_dcp,
+        f"{_CKPT}:import_of_torch",
+        True,
+    ),
     "bench": Command("measure this machine, and estimate the cost of offloading", machine.bench),
     "bench tiers": Command("measure bus, host Adam and disk", machine.bench_tiers, f"{_CLI}.bench:bench_tiers"),
     "env": Command("show versions and devices", machine.env, "onefold.tools.env_report:report_environment", True),

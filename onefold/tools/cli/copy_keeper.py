@@ -1,9 +1,10 @@
-"""The peer copies of a node, which its launcher keeps while ranks come and go ([Note: peer copies]).
+"""The peer copies of a node, which its launcher keeps when ranks end and are started again ([Note: peer copies]).
 
 [Note: agreement on copies]
 After the rendezvous of a start, each launcher writes to the store which files it has. From these lists, all compute the
-same whole copies, newest first. Each fetches the files that it lacks, joins the manifest, and writes which copies are
-ready on its node. Ranks may resume from those that are ready on all nodes. All other copies are removed.
+same whole copies that no rank has rejected, newest first. Each fetches the files of the newest one that it lacks, joins
+the manifest, and writes whether the copy is ready on its node. If it is not ready on all nodes, they try the one before
+it. Ranks may resume from copies that are ready on all nodes. All other copies are removed.
 
 While ranks run, each launcher fetches the new files of the ranks of the node before it, and writes the name of the
 newest copy of which it has all of them. The launcher of rank 0 records the newest copy that all nodes have mirrored as
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +29,17 @@ from onefold.checkpoint.format.peer_copy import (
     RESUME_VARIABLE,
     SLOTS,
     files_of,
+    is_copy_name,
     is_whole,
     join_copy,
     list_copies,
     missing_files,
     rank_of,
+    read_rejected,
     write_complete,
 )
 from onefold.job_secret import ForgedMessageError, JobSecret
+from onefold.log import format_bytes
 from onefold.tools.cli.copy_transfer import CopyClient, CopyFiles, CopyServer, TransferError, checked_files
 from onefold.tools.cli.rank_processes import print_error
 
@@ -56,26 +61,34 @@ class CopyKeeper:
         self._mirror: _Mirror | None = None
 
     def begin(
-        self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], wait: Callable[[str], bytes]
+        self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], check_nodes: Callable[[], None]
     ) -> dict[str, str]:
         """Agree with the launchers of a start on the copies from which it may resume. Return variables for its ranks.
 
-        `wait` returns the value of a key of the store, and raises if a node is lost.
+        `check_nodes` raises if a node is lost.
         """
         self._end_mirror()
-        address = self._server.address if self._server is not None else None
+
+        def exchange(what: str, value: Any) -> list[Any]:
+            store.set(f"onefold/copies/{what}/{node}", json.dumps(value))
+            return [_await(store, f"onefold/copies/{what}/{number}", check_nodes) for number in range(num_nodes)]
+
         held = {name: files_of(self.folder / name) for name in list_copies(self.folder)}
-        store.set(f"onefold/copies/held/{node}", json.dumps({"address": address, "ranks": list(ranks), "files": held}))
-        rows = [json.loads(wait(f"onefold/copies/held/{number}")) for number in range(num_nodes)]
+        address, rejected = self._server.address if self._server is not None else None, read_rejected(self.folder)
+        row = {"address": address, "ranks": list(ranks), "files": held, "rejected": rejected}
+        rows = exchange("held", row)
+        if None in rows:  # a launcher without a folder for copies
+            return {}
         of_nodes = [checked_files(row["files"]) for row in rows]
-        ready = list[str]()
-        for name in _whole_copies(of_nodes):
-            # An older copy is not fetched: it would only be used if ranks found the newest one damaged.
-            if not (ready and self._missing(name, of_nodes)) and self._prepare(name, of_nodes, rows):
-                ready.append(name)
-        store.set(f"onefold/copies/ready/{node}", json.dumps(ready))
-        of_others = [json.loads(wait(f"onefold/copies/ready/{number}")) for number in range(num_nodes)]
-        agreed = [name for name in ready if all(name in names for names in of_others)]
+        newest_rejected = max((row["rejected"] for row in rows if is_copy_name(row["rejected"])), default="")
+        agreed = list[str]()
+        with _Sources(rows, of_nodes, self._secret, check_nodes) as sources:
+            for name in _whole_copies(of_nodes, newest_rejected):
+                # A second copy is not fetched: ranks only use it if they find the newest one damaged.
+                if not agreed or not any(_missing(name, files, of_nodes) for files in of_nodes):
+                    is_ready = self._prepare(name, _missing(name, of_nodes[node], of_nodes), sources)
+                    if all(exchange(f"ready/{name}", is_ready)):
+                        agreed.append(name)
         for name in list_copies(self.folder):
             if name not in agreed:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -89,21 +102,17 @@ class CopyKeeper:
             )
         return {FOLDER_VARIABLE: str(self.folder), RESUME_VARIABLE: ",".join(agreed)}
 
-    def _missing(self, name: str, of_nodes: Sequence[CopyFiles]) -> dict[str, int]:
-        """Return the files of a copy that this node lacks, with their sizes."""
-        wanted = {file: size for files in of_nodes for file, size in files.get(name, {}).items()}
-        return {file: wanted[file] for file in wanted.keys() - files_of(self.folder / name).keys()}
-
-    def _prepare(self, name: str, of_nodes: Sequence[CopyFiles], rows: Sequence[Mapping[str, Any]]) -> bool:
+    def _prepare(self, name: str, missing: Mapping[str, int], sources: _Sources) -> bool:
         """Fetch the missing files of a copy, and join it. Return whether it is complete and not damaged."""
         copy = self.folder / name
         try:
-            missing = self._missing(name, of_nodes)
             needed, free = sum(missing.values()), shutil.disk_usage(self.folder).free
             if needed > free:
-                raise TransferError(f"{needed} bytes of other nodes are needed here, but {free} are free")
+                raise TransferError(
+                    f"{format_bytes(needed)} of other nodes are needed here, but {format_bytes(free)} are free"
+                )
             for file, size in missing.items():
-                self._fetch(name, file, size, of_nodes, rows)
+                sources.fetch(self.folder, name, file, size)
             join_copy(copy)
             problems = examine(copy).problems
         except (OSError, ValueError, AssertionError, TypeError, KeyError, ForgedMessageError) as error:
@@ -111,23 +120,6 @@ class CopyKeeper:
         if problems:
             print_error(f"onefold: the peer copy {name} is not used: {'; '.join(problems)}")
         return not problems
-
-    def _fetch(
-        self, name: str, file: str, size: int, of_nodes: Sequence[CopyFiles], rows: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Fetch a file from the first node that has it and answers."""
-        problem: Exception = TransferError(f"no node has {name}/{file}")
-        for files, row in zip(of_nodes, rows, strict=True):
-            if files.get(name, {}).get(file) == size and row["address"] is not None:
-                try:
-                    client = CopyClient(tuple(row["address"]), self._secret)
-                    try:
-                        return client.fetch(self.folder, name, file, size)
-                    finally:
-                        client.close()
-                except (OSError, ForgedMessageError) as error:
-                    problem = error
-        raise problem
 
     def _end_mirror(self) -> None:
         if self._mirror is not None:
@@ -141,15 +133,75 @@ class CopyKeeper:
             self._server.close()
 
 
-def _whole_copies(of_nodes: Sequence[CopyFiles]) -> list[str]:
-    """Return the newest copies of which the nodes together have all files, newest first."""
-    names = sorted({name for files in of_nodes for name in files}, reverse=True)
+class _Sources:
+    """The other nodes, from which this one fetches files at a restart."""
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        of_nodes: Sequence[CopyFiles],
+        secret: JobSecret,
+        check_nodes: Callable[[], None],
+    ) -> None:
+        self._rows, self._of_nodes, self._secret, self._check_nodes = rows, of_nodes, secret, check_nodes
+        self._clients: dict[int, CopyClient] = {}
+        self._problems: dict[int, Exception] = {}
+        """The first error of each node that did not answer."""
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            client.close()
+
+    def fetch(self, folder: Path, name: str, file: str, size: int) -> None:
+        """Fetch a file from the first node that has it and answers."""
+        self._check_nodes()
+        problem: Exception = TransferError(f"no node has {name}/{file}")
+        for node, (files, row) in enumerate(zip(self._of_nodes, self._rows, strict=True)):
+            if files.get(name, {}).get(file) != size or row["address"] is None:
+                continue
+            if node in self._problems:
+                problem = self._problems[node]
+                continue
+            try:
+                if node not in self._clients:
+                    self._clients[node] = CopyClient(tuple(row["address"]), self._secret)
+                return self._clients[node].fetch(folder, name, file, size)
+            except (OSError, ForgedMessageError) as error:
+                self._problems[node] = problem = error
+        raise problem
+
+
+def publish_no_copies(store: Any, node: int) -> None:
+    """Tell the other launchers of a start that this one has no folder for copies."""
+    store.set(f"onefold/copies/held/{node}", json.dumps(None))
+
+
+def _await(store: Any, key: str, check_nodes: Callable[[], None]) -> Any:
+    """Return the value that another launcher writes to the store."""
+    while not store.check([key]):
+        time.sleep(0.01)
+        check_nodes()
+    return json.loads(store.get(key))
+
+
+def _missing(name: str, held: CopyFiles, of_nodes: Sequence[CopyFiles]) -> dict[str, int]:
+    """Return the files of a copy that a node lacks, with their sizes."""
+    wanted = {file: size for files in of_nodes for file, size in files.get(name, {}).items()}
+    return {file: size for file, size in wanted.items() if file not in held.get(name, {})}
+
+
+def _whole_copies(of_nodes: Sequence[CopyFiles], rejected: str) -> list[str]:
+    """Return the newest copies of which the nodes together have all files, newest first, after the rejected one."""
+    names = sorted({name for files in of_nodes for name in files if name > rejected}, reverse=True)
     whole = [name for name in names if is_whole(name, {file for files in of_nodes for file in files.get(name, {})})]
     return whole[:SLOTS]
 
 
 class _Mirror:
-    """A thread that keeps what the ranks of the node before this one have copied."""
+    """A thread that mirrors the copies of the ranks of the node before this one."""
 
     def __init__(
         self,

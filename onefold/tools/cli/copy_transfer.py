@@ -1,4 +1,4 @@
-"""The files of peer copies on their way between launchers: a server of one node's files, and its clients.
+"""The transfer of peer copies between launchers: a server of the files of one node, and its clients.
 
 [Note: connections between launchers]
 The server sends 32 random bytes, and the client answers with 32 of its own. Both are part of the key under which each
@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +28,9 @@ from onefold.job_secret import ForgedMessageError, JobSecret
 from onefold.storage.place import make_private_folder, open_regular
 
 CHUNK = 4 << 20
-# A client that sends nothing for this long, or receives nothing, is disconnected.
-_SILENT_SECONDS = 20.0
+# A client that sends nothing for this long, or receives nothing, is disconnected. It has less time until its first
+# request, whose signature shows that it belongs to the job.
+_SILENT_SECONDS, _GREETING_SECONDS = 20.0, 5.0
 _NONCE = 32
 _LENGTH = struct.Struct("!I")
 _MOST_REQUEST, _MOST_REPLY = 4096, 16 << 20
@@ -45,10 +47,11 @@ class TransferError(OSError):
 
 
 class _Channel:
-    """Signed messages on one connection. Each direction counts its own."""
+    """Signed messages on one connection. The messages of each direction are numbered."""
 
     def __init__(self, connection: socket.socket, secret: JobSecret, *, is_server: bool) -> None:
         connection.settimeout(_SILENT_SECONDS)
+        self._greeting_ends: float | None = time.monotonic() + _GREETING_SECONDS if is_server else None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._secret = connection, secret
         mine = secrets.token_bytes(_NONCE)
@@ -69,7 +72,11 @@ class _Channel:
         (length,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
         if length > most + _SIGNATURE:
             raise TransferError(f"a message has {length} bytes, more than the limit of {most}")
-        return self._secret.verify(self._next_key(1), self._receive_exactly(length))
+        content = self._secret.verify(self._next_key(1), self._receive_exactly(length))
+        if self._greeting_ends is not None:
+            self._greeting_ends = None
+            self._connection.settimeout(_SILENT_SECONDS)
+        return content
 
     def _next_key(self, direction: int) -> str:
         self._numbers[direction] += 1
@@ -79,6 +86,8 @@ class _Channel:
         data = bytearray(length)
         view, done = memoryview(data), 0
         while done < length:
+            if self._greeting_ends is not None:
+                self._connection.settimeout(max(0.001, self._greeting_ends - time.monotonic()))
             got = self._connection.recv_into(view[done:])
             if not got:
                 raise TransferError("the connection is closed")
@@ -94,6 +103,7 @@ class CopyServer:
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._places = threading.Semaphore(_MOST_CLIENTS)
+        self._is_closed = False
         threading.Thread(target=self._accept, name="onefold-copy-server", daemon=True).start()
 
     def _accept(self) -> None:
@@ -101,8 +111,12 @@ class CopyServer:
             self._places.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or a client has gone, or this process has too many open files
+                self._places.release()
+                if self._is_closed:
+                    return
+                time.sleep(0.1)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="onefold-copy-client", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -135,6 +149,7 @@ class CopyServer:
 
     def close(self) -> None:
         """Accept no more clients."""
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

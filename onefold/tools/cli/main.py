@@ -33,6 +33,7 @@ examples:
   onefold report runs/a                                   write one page about a run
   onefold export checkpoints weights                      write a checkpoint's unsharded weights for other tools
   onefold import-deepspeed checkpoints out                convert a DeepSpeed checkpoint
+  onefold import-dcp step-1000 out                        convert a checkpoint of torch.distributed.checkpoint
   onefold ckpt ls checkpoints                             list checkpoints, and whether they are complete
   onefold bench tiers                                     measure bus, host and disk, and the cost of offloading
   onefold env                                             show versions, devices, memory, and the backend in use

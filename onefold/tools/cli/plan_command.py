@@ -118,6 +118,7 @@ def check(options: argparse.Namespace) -> None:
 def ask(options: argparse.Namespace) -> Question:
     """Return the question that the arguments ask, checked against the model and the machine."""
     from onefold.config import solve_batch
+    from onefold.tools.estimate.expert_advice import with_requested_experts
     from onefold.tools.estimate.question import DEFAULT_CONFIG, Question
 
     document = dict(DEFAULT_CONFIG)
@@ -144,7 +145,7 @@ def ask(options: argparse.Namespace) -> Question:
                 f"micro-batch of {micro_batch or 1} on {machine.world} GPUs ({together}). Give another --batch."
             )
         document["gradient_accumulation_steps"] = settings.train_batch_size // together
-    return Question(source, machine, document, micro_batch, length)
+    return with_requested_experts(Question(source, machine, document, micro_batch, length))
 
 
 def _source(options: argparse.Namespace) -> ModelSource:

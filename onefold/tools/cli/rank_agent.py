@@ -43,9 +43,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from onefold.checkpoint.format.peer_copy import FOLDER_VARIABLE, RESUME_VARIABLE
 from onefold.job_secret import JOB_SECRET, JOB_SECRET_FILE, JobSecret
 from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
-from onefold.tools.cli.copy_keeper import CopyKeeper
+from onefold.tools.cli.copy_keeper import CopyKeeper, publish_no_copies
 from onefold.tools.cli.fork_server import ForkServer
 from onefold.tools.cli.node_rendezvous import STORE_SECONDS, Change, NodeRendezvous
 from onefold.tools.cli.rank_processes import (
@@ -63,6 +64,9 @@ TRACEBACK_SECONDS = 2.0
 # The same if the first rank was killed by SIGKILL: that is never the consequence of another failure, which may however
 # have occurred just before.
 KILLED_SECONDS = 0.2
+# The time between two looks at the rendezvous while no rank ends. torch's agent sleeps for the second one, during which
+# it does not notice the end of a rank.
+MONITOR_SECONDS, SLEEP_SECONDS = 0.1, 0.01
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Added to the time that ranks give themselves to stop.
 MARGIN_SECONDS = 5.0
@@ -70,7 +74,7 @@ MARGIN_SECONDS = 5.0
 ANNOUNCEMENT = "onefold/announcement"
 JOIN, LEAVE, STOP = "join", "leave", "stop"
 # Of the signals that a rank handles, the first of these is sent to save a checkpoint for a node that joins.
-SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, *FORWARDED)
+SAVE_SIGNALS = (*(found for found in FORWARDED if found.name.startswith("SIGUSR")), signal.SIGTERM, *FORWARDED)
 
 
 class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
@@ -128,14 +132,20 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         self._processes, self.failure = [], None
         with self._signals_deferred():
             for worker in worker_group.workers:
-                environment = {**os.environ, **self._environment(worker, worker_group, starts, restarts), **of_copies}
-                environment.pop(JOB_SECRET_FILE, None)  # it is for launchers; ranks have the secret of this start
+                # The secret file is for launchers, and the folder of copies may be that of an outer launcher.
+                outer = (JOB_SECRET_FILE, FOLDER_VARIABLE, RESUME_VARIABLE)
+                inherited = {name: value for name, value in os.environ.items() if name not in outer}
+                environment = {**inherited, **self._environment(worker, worker_group, starts, restarts), **of_copies}
                 process = self._start_process(command, environment)
                 self._processes.append(RankProcess(process, environment, worker.global_rank, self._changed))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = [process.exit_code for process in self._processes]
+        codes = self._exit_codes()
+        if not any(codes) and None in codes:
+            with self._changed:
+                self._changed.wait_for(lambda: self._exit_codes() != codes, MONITOR_SECONDS)
+            codes = self._exit_codes()
         if not any(codes) and None in codes:
             change = self._nodes.change() if self._nodes is not None else Change.NONE
             if change is Change.NONE or (change is Change.WAITING and 0 in codes):
@@ -152,7 +162,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             can_save = self._announced() is not None  # the ranks of the node that has left were asked to stop
         if can_save:
             self._wait(self._stop_seconds())
-        codes = [process.exit_code for process in self._processes]
+        codes = self._exit_codes()
         if any(codes) or None not in codes:
             return self._result(self._worker_group)
         self._kill()
@@ -262,21 +272,20 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         """Return the variables that tell ranks where their peer copies are, and from which they may resume."""
         group: Any = worker_group
         if self._copies is None:
+            if self._nodes is not None:
+                publish_no_copies(group.store, group.group_rank)
             return {}
+        checked = time.monotonic()
 
-        def wait(key: str) -> bytes:
-            checked = time.monotonic()
-            while not group.store.check([key]):
-                time.sleep(0.01)
-                if self._nodes is not None and time.monotonic() - checked > STORE_SECONDS / 10:
-                    checked = time.monotonic()
-                    if self._nodes.change() is Change.LOST:
-                        raise DistStoreError("a node was lost while copies were fetched")
-            found: bytes = group.store.get(key)
-            return found
+        def check_nodes() -> None:
+            nonlocal checked
+            if self._nodes is not None and time.monotonic() - checked > STORE_SECONDS / 10:
+                checked = time.monotonic()
+                if self._nodes.change() is Change.LOST:
+                    raise DistStoreError("a node was lost while copies were fetched")
 
         ranks = [worker.global_rank for worker in worker_group.workers]
-        return self._copies.begin(group.store, group.group_rank, group.group_world_size, ranks, wait)
+        return self._copies.begin(group.store, group.group_rank, group.group_world_size, ranks, check_nodes)
 
     def _environment(self, worker: Worker, group: WorkerGroup, starts: int, restarts: int) -> dict[str, str]:
         """Return the variables that a rank finds in its environment: those of torch's launcher, and onefold's own."""
@@ -317,6 +326,9 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
             return {}
         return {_GLOO_INTERFACE: name}
 
+    def _exit_codes(self) -> list[int | None]:
+        return [process.exit_code for process in self._processes]
+
     def first_failure(self) -> RankEnd | None:
         """Return the first failure among the ranks that have ended."""
         return first_failure(process.end() for process in self._processes if process.exit_code is not None)
@@ -340,6 +352,8 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         with self._signals_deferred():
             for process in self._processes:
                 process.kill()
+            for process in self._processes:
+                process.reap()
 
     # -- signals -----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from onefold.stop_signals import EXIT_CODES, STOP_SECONDS, STOP_SECONDS_FILE
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,14 @@ class RankProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process group of the rank, and reap the rank. Other members of the group may outlive the rank."""
+        """Kill the process group of the rank. `reap` must follow."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait until the rank has ended. Other members of its process group may outlive it."""
+        if self._process.returncode is None:
             self._watcher.join()
             self._process.wait()
 

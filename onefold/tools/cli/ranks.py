@@ -6,7 +6,6 @@ is in `rank_script.py`.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -14,12 +13,13 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onefold.job_secret import JOB_SECRET_FILE, ForgedMessageError, JobSecret
+from onefold.storage.file_lock import lock_file
 from onefold.tools.cli.rank_processes import EXIT_FAILED, print_error, report_failure, report_signal
 from onefold.tools.cli.rank_script import PROGRAM_RANK, PYTHON_RANK
 
@@ -93,6 +93,7 @@ class Job:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
 
         from onefold.tools.cli.node_rendezvous import join_alone, join_fixed, join_nodes
+        from onefold.tools.cli.rank_agent import SLEEP_SECONDS
 
         host, port = self.store_address
         # With a static rendezvous, restarted ranks would find the addresses of dead ones in the old store. With c10d
@@ -112,6 +113,7 @@ class Job:
             args=tuple(command[1:]),
             rdzv_handler=handler,
             max_restarts=self.max_restarts,
+            monitor_interval=SLEEP_SECONDS,
             master_addr=host if is_static else None,
             master_port=port if is_static else None,
             local_addr="localhost" if self.num_nodes == 1 else None,
@@ -249,7 +251,12 @@ def _copies_folder(job: Job) -> Iterator[str | None]:
     if not job.can_restart or not os.path.isdir(_SHARED_MEMORY):
         yield None
         return
-    with _locked_folder(_COPIES_PREFIX, _SHARED_MEMORY) as folder:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(_locked_folder(_COPIES_PREFIX, _SHARED_MEMORY))
+        except OSError as error:
+            print_error(f"onefold: this node has no peer copies ({error})")
+            folder = None
         yield folder
 
 
@@ -261,12 +268,12 @@ def _locked_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
     """
     for lock in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*/lock"):
         with suppress(OSError), open(lock, "r+") as file:  # in use, or of another user
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, wait=False)
             shutil.rmtree(lock.parent, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder:
         part = os.path.join(folder, "lock.part")
         with open(part, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file)
             os.rename(part, os.path.join(folder, "lock"))  # other launchers find it locked
             yield folder
 

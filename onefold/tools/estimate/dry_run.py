@@ -15,8 +15,9 @@ from torch import nn
 
 from onefold.comm import FakeGroup, Ledger
 from onefold.comm.nodes import Nodes
-from onefold.config import Config, solve_batch
+from onefold.config import Config, solve_batch, with_expert_parallel_size
 from onefold.engine import Engine
+from onefold.moe import requested_parallel_size
 from onefold.offload.activation_offload import HostCopies
 from onefold.offload.torch_checkpoints import HostCheckpoints
 from onefold.optim.choose import choose
@@ -73,6 +74,7 @@ def dry_run(
     Offloaded states are only left out of the device's memory here. Their tier follows from the plan's arithmetic.
     """
     world = nodes.num_ranks
+    config = with_expert_parallel_size(config, requested_parallel_size(model))
     settings = _on_device(config)
     plan = make_plan(settings, world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

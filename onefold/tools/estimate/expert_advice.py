@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from onefold.config import ConfigError, check_topology, load_config
+from onefold.config import ConfigError, check_topology, load_config, with_expert_parallel_size
 from onefold.log import format_bytes
-from onefold.moe import count_parameters, expert_layers
+from onefold.moe import count_parameters, expert_layers, requested_parallel_size
 from onefold.tools.estimate.forecast import Forecast, forecast
 from onefold.tools.estimate.machines import PlanError
 from onefold.tools.estimate.models import build_once
@@ -17,6 +17,13 @@ from onefold.tools.estimate.question import Question, Setting, settings_for
 _KEY = "onefold.expert_parallel_size"
 # Settings whose times differ by less are equally fast.
 _ABOUT = 1.03
+
+
+def with_requested_experts(question: Question) -> Question:
+    """Return the question with the `expert_parallel_size` that the layers of its model request, if they do."""
+    size = requested_parallel_size(build_once(question.model.name, question.model.build))
+    config = with_expert_parallel_size(load_config(question.config), size)
+    return question.with_key("onefold", "expert_parallel_size", config.expert_parallel_size) if size else question
 
 
 def possible_settings(question: Question) -> list[Setting]:

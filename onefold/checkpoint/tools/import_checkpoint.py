@@ -1,32 +1,58 @@
-"""Conversion of DeepSpeed's checkpoints to onefold's format, one tensor at a time, by one process."""
+"""Conversion of checkpoints of DeepSpeed and of torch to onefold's format, one tensor at a time, by one process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from onefold.checkpoint.dcp.dcp_checkpoint import DcpCheckpoint, read_dcp
 from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, read_checkpoint
 from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.files import CheckpointError
-from onefold.checkpoint.format.folder import check_tag, clean, is_deepspeeds, new_data_folder, publish
+from onefold.checkpoint.format.folder import check_tag, clean, is_dcp, is_deepspeeds, new_data_folder, publish
 from onefold.checkpoint.format.manifest import Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardWriter, Slot
 from onefold.storage.place import local_path, remove_tree
 
+Progress = Callable[[str, int, int], None]
+
+
+class ForeignCheckpoint(Protocol):
+    """An open checkpoint of another library, with the names of onefold's format."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+    @property
+    def parameters(self) -> Mapping[str, int | None]: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+    @property
+    def writer(self) -> str:
+        """The writer that the manifest names."""
+        ...
+
+    def entries(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]: ...
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+Source = TypeVar("Source", bound=ForeignCheckpoint)
+
 
 @dataclass(frozen=True)
-class Imported:
-    """The result of an import. `left_out` lists the keys of the client state that are not plain data."""
+class Imported(Generic[Source]):
+    """The result of an import. `left_out` lists what was not converted."""
 
     folder: Path
-    source: DeepSpeedCheckpoint
+    source: Source
     nbytes: int
     left_out: list[str]
 
@@ -35,14 +61,39 @@ def import_deepspeed(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     tag: str | None = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> Imported:
-    """Convert a DeepSpeed checkpoint (stages 1, 2, 3) to OUT/TAG and OUT/latest. The source is not modified."""
+    progress: Progress = lambda name, done, total: None,
+) -> Imported[DeepSpeedCheckpoint]:
+    """Convert a DeepSpeed checkpoint (stages 1, 2, 3) to OUT/TAG and OUT/latest. The source is not modified.
+
+    Keys of the client state that are not plain data are left out.
+    """
     found = read_checkpoint(source, tag)
-    save_dir, name = Path(os.path.abspath(local_path(out, "OUT"))), check_tag(found.folder.name)
-    if is_deepspeeds(save_dir / name):
-        raise CheckpointError(f"{save_dir / name} contains files of DeepSpeed. Give another folder for OUT.")
     client_state, left_out = _plain(found.state["client_state"])
+    return Imported(*_convert(found, client_state, out, progress), left_out)
+
+
+def import_dcp(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    leave_out: Sequence[str] = (),
+    progress: Progress = lambda name, done, total: None,
+) -> Imported[DcpCheckpoint]:
+    """Convert a folder of torch.distributed.checkpoint to OUT/TAG and OUT/latest. The source is not modified.
+
+    The tag is the name of the folder. `leave_out` names top-level keys that are not converted.
+    """
+    found = read_dcp(source, tag, leave_out)
+    return Imported(*_convert(found, found.state["client_state"], out, progress), list(found.left_out))
+
+
+def _convert(
+    found: Source, client_state: dict[str, Any], out: str | os.PathLike[str], progress: Progress
+) -> tuple[Path, Source, int]:
+    save_dir, name = Path(os.path.abspath(local_path(out, "OUT"))), check_tag(found.folder.name)
+    for is_of, library in ((is_deepspeeds, "DeepSpeed"), (is_dcp, "torch.distributed.checkpoint")):
+        if is_of(save_dir / name):
+            raise CheckpointError(f"{save_dir / name} contains files of {library}. Give another folder for OUT.")
     state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
     entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
@@ -68,7 +119,7 @@ def import_deepspeed(
                 state=state,
                 ranks=[{}],
                 aliases=dict(found.aliases),
-                writer=f"imported from DeepSpeed, {found.world_size} ranks",
+                writer=found.writer,
             )
             publish(save_dir, manifest, save_latest=True)
         except BaseException:
@@ -76,7 +127,7 @@ def import_deepspeed(
                 remove_tree(data)
             raise
     clean(save_dir / name)
-    return Imported(save_dir / name, found, record.file.nbytes, left_out)
+    return save_dir / name, found, record.file.nbytes
 
 
 def _plain(client_state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
