@@ -39,6 +39,7 @@ COMMANDS = {
         "forecast memory, traffic and time, and recommend a setting", machine.plan, f"{_CLI}.plan_command:plan"
     ),
     "compare": Command("run a job in several settings and recommend one", job.compare, f"{_CLI}.compare:compare"),
+    "audit": Command("compare a script's steps with plain torch", job.audit, f"{_CLI}.audit_command:audit"),
     "tune": Command("find the fastest setting by short real runs", job.tune, f"{_CLI}.tune:tune"),
     "watch": Command("show a running job from its record", job.watch, f"{_CLI}.watch_run:watch_run"),
     "report": Command("write one page about a run: curves, memory, time", job.report, f"{_CLI}.reports:report"),

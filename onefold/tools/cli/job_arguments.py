@@ -187,6 +187,34 @@ def compare(parser: argparse.ArgumentParser) -> None:
         help="upper limit for --largest-batch (default: %(default)s)")  # fmt: skip
 
 
+def audit(parser: argparse.ArgumentParser) -> None:
+    """Compare the first steps of a script with plain torch, on CPU ranks.
+
+    Runs the script once with each of these behind `initialize`: plain torch, the ZeRO stage of its config, FSDP2, and
+    DeepSpeed if it is installed. Everything is computed in fp32 and without offloading, so that results agree up to
+    rounding. Names the first loss, gradient or update that differs, ranks that diverge, parameters without a gradient,
+    and keys of the config without effect. The exit code is 1 if something differs.
+
+    The script calls `onefold.initialize` or `deepspeed.initialize` with a model, and trains with `engine.backward` and
+    `engine.step`. It ends after the last step. Without a script, the built-in GPT is trained with --config.
+
+    examples:
+      onefold audit train.py                                 with the config that the script passes
+      onefold audit train.py --config ds_config.json         with another config
+      onefold audit --layers 2 --steps 5 train.py --data a   with two of the model's layers; arguments of the script
+      onefold audit --config ds_config.json --stage 3        a config alone, in another stage
+    """
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="DeepSpeed config, instead of the one that the script passes")
+    add("--steps", type=at_least_one, default=3, metavar="N", help="optimizer steps (default: %(default)s)")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage, instead of that of the config")
+    add("--layers", type=at_least_one, metavar="N", help="keep the first N modules of the longest ModuleList")
+    add("--ranks", type=at_least_one, default=2, metavar="N", help="CPU ranks (default: %(default)s)")
+    add("--timeout", type=at_least_one, default=600, metavar="SECONDS", help="for each run (default: %(default)s)")
+    add("script", metavar="SCRIPT", nargs="?", help="the script that every rank runs")
+    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
 def tune(parser: argparse.ArgumentParser) -> None:
     """Measure this machine, then find the fastest setting of a job by short real runs.
 

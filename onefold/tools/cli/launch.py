@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from onefold.redaction import redact_command
@@ -96,9 +97,10 @@ def jobs_of_nodes(options: argparse.Namespace, nodes: Mapping[str, Slots]) -> di
 
 
 def _is_importable(package: str) -> bool:
-    """Return whether the ranks can import this package, from the current folder or Python's path."""
-    names = (*sys.builtin_module_names, *sys.stdlib_module_names)
-    return package in names or PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
+    """Return whether the ranks can import this package. Editable installs have finders of their own."""
+    if package in (*sys.builtin_module_names, *sys.stdlib_module_names, "__main__"):
+        return True
+    return PathFinder.find_spec(package, [str(Path.cwd())]) is not None or find_spec(package) is not None
 
 
 def check_port(job: Job) -> None:

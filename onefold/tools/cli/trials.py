@@ -153,7 +153,7 @@ class TrialJob:
                 return Trial(setting, micro_batch, "failed", str(error))
         text = log.read_text(errors="replace")
         kind: Literal["out of memory", "failed"] = "out of memory" if _OUT_OF_MEMORY.search(text) else "failed"
-        return Trial(setting, micro_batch, kind, _error_line(text) or f"exit code {code}; see {log}")
+        return Trial(setting, micro_batch, kind, error_line(text) or f"exit code {code}; see {log}")
 
     def repeat(self, trial: Trial, rounds: int) -> Trial:
         """Run a trial once more, as round `rounds`. If it fails, so does the trial."""
@@ -187,7 +187,7 @@ class TrialJob:
         return replace(trial, largest_batch=largest)
 
 
-def _error_line(text: str) -> str:
+def error_line(text: str) -> str:
     """Return the last line of a log that names an error, or its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]:\s*)?[\w.]*(Error|Shortage|Exception)\b", line)]

@@ -15,6 +15,7 @@ from onefold.tools.estimate.question import Question
 _LINKS = ("GPU links", "node links", "host bus", "disk")
 # Settings whose times differ by less are compared by their traffic and memory.
 _ABOUT = 1.03
+_ROUNDS_STATES = "It changes numerics: optimizer states are rounded to 8 bits, and losses differ slightly."
 # Bytes of each GPU below which a key that saves them is not named.
 _WORTH_NAMING = GB // 10
 
@@ -69,7 +70,8 @@ def _hint_at_chunks(question: Question, best: Forecast, timer: OpTimer | None) -
         f"onefold.batch_chunks {number}"
     )
     if chunked.fits and chunked.step is not None and chunked.step * _ABOUT < best.step:
-        return f"{text} takes about {chunked.step:.2f} s/step and {chunked.device.total / GB:.1f} GB of each GPU."
+        text += f" takes about {chunked.step:.2f} s/step and {chunked.device.total / GB:.1f} GB of each GPU."
+        return f"{text} Chunks change roundings."
     if chunked.fits:
         return ""
     text += f" gathers them once, but is {chunked.shortages[0]}."
@@ -130,14 +132,50 @@ def _why(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
         text += _hint_at_recomputing(question, best)
     if best.is_tight:
         text += _hint_at_tiles(question, best)
-    return text
+    if _offloaded_bytes(best) and load_config(question.document(best.setting, 1)).onefold.offloaded_step != "device":
+        text += " Offloaded states change roundings, unless onefold.offloaded_step is device."
+    return text + _hint_at_ratio(question, best) + _hint_at_int8(question, best, found)
+
+
+def _hint_at_ratio(question: Question, best: Forecast) -> str:
+    """Name the key that keeps states on the GPU as far as there is room."""
+    zero = question.document(best.setting, 1)["zero_optimization"]
+    offload = zero.get("offload_optimizer")
+    if offload is None or "ratio" in offload or best.is_tight or best.spare < _WORTH_NAMING or question.machine.is_cpu:
+        return ""
+    return (
+        f' offload_optimizer.ratio "auto" keeps the states on the GPU that its {best.spare / GB:.1f} GB to spare hold.'
+    )
+
+
+def _hint_at_int8(question: Question, best: Forecast, found: Sequence[Forecast]) -> str:
+    """Name the first setting that does not offload, does not fit, and fits with optimizer states of a byte."""
+    if not _offloaded_bytes(best) or load_config(question.document(best.setting, 1)).state_dtype != "fp32":
+        return ""
+    smaller = question.with_key("onefold", "state_dtype", "int8")
+    for each in found[: found.index(best)]:
+        lack = sum(shortage.lack for shortage in each.shortages)
+        if each.fits or _offloaded_bytes(each) or lack > each.device.states * 3 // 4:
+            continue
+        try:
+            (with_int8,) = forecast(smaller, [each.setting], finds_batch=False)
+        except ConfigError:  # an optimizer that the key does not support
+            return ""
+        if with_int8.fits:
+            time = f", about {with_int8.step:.2g} s/step" if with_int8.step is not None else ""
+            name, spare = each.setting.name, f"{with_int8.spare / GB:.1f} GB to spare{time}"
+            return f" With onefold.state_dtype int8, {name} fits without offloading ({spare}). {_ROUNDS_STATES}"
+    return ""
 
 
 def _hint_at_recomputing(question: Question, each: Forecast) -> str:
     held = each.device.activations + each.device.logits
     if question.model.recomputes is not False or held < each.device.total // 3:
         return ""
-    return f" Activation checkpointing (--recompute) frees most of the {held / GB:.1f} GB of activations."
+    return (
+        f" Activation checkpointing (--recompute) frees most of the {held / GB:.1f} GB of activations, and changes no "
+        "result."
+    )
 
 
 def _hint_at_tiles(question: Question, each: Forecast) -> str:
@@ -162,6 +200,7 @@ def _hint_at_tiles(question: Question, each: Forecast) -> str:
     if not saved:
         return ""
     text = f" {_listed(f'{key} saves {num_bytes / GB:.1f} GB' for key, num_bytes in saved.items())} of each GPU."
+    text += " Tiles change roundings." if any(key.startswith("onefold.tiled") for key in saved) else ""
     (found,) = forecast(together, [each.setting], finds_batch=False)
     if not each.fits and found.fits:
         text += f" It fits with {'these keys' if len(saved) > 1 else 'this key'}."
@@ -186,6 +225,7 @@ def _when_nothing_fits(question: Question, found: Sequence[Forecast]) -> str:
     if in_fp32:
         where = "each GPU" if device.states else "the host, for each GPU"
         text += f" onefold.state_dtype int8 saves {in_fp32 * 3 / 4 / GB:.1f} GB of optimizer states on {where}."
+        text += f" {_ROUNDS_STATES}"
     # Given these options, the command finds that the setting fits.
     options = {"GPU": "--gpu-memory", "host": "--host-memory", "NVMe": "--nvme"}
     names = {"GPU": "memory per GPU", "host": "host memory per node", "NVMe": "NVMe per node"}

@@ -21,6 +21,7 @@ from onefold.runtime.torch_internals import inside_backward
 from onefold.storage.place import Place, place
 from onefold.tools.estimate.dry_run import META, LossOf
 from onefold.tools.estimate.machines import PlanError
+from onefold.tools.estimate.model_configs import MODELS, known_model
 from onefold.tools.estimate.shapes import ModelKind, classify_model, known_shape, read_config, transformers_config
 
 # The blocks of a model of which only the number of parameters is known.
@@ -209,7 +210,9 @@ def find_model(text: str, *, lora: int = 0, recompute: bool = False) -> ModelSou
         config = read_config(path / "config.json" if path.is_dir() else path)
         return from_transformers(text, config, lora=lora, recompute=recompute)
     if kind is ModelKind.KNOWN:
-        name = known_shape(text)
+        published, name = known_model(text), known_shape(text)
+        if published is not None:
+            return from_transformers(published, MODELS[published], lora=lora, recompute=recompute)
         assert name is not None
         return from_transformers(name, transformers_config(name), lora=lora, recompute=recompute)
     if lora:

@@ -14,6 +14,7 @@ from onefold.config.config_files import parse_json
 from onefold.storage.object_path import ObjectPath
 from onefold.storage.place import place, read_small, reason
 from onefold.tools.estimate.machines import PlanError
+from onefold.tools.estimate.model_configs import MODELS, known_model
 from onefold.tools.train.options import PRESET_NAMES
 
 _MOST_BYTES = 1 << 24
@@ -42,7 +43,7 @@ SHAPES = {
 _POSITIONS = {"GPT 125M": 1024, "GPT 1.3B": 2048, "Llama 1B": 131072, "Llama 8B": 8192}
 _RELEASES = {
     "llama-2-7b": "Llama 7B", "llama-2-13b": "Llama 13B", "llama-2-70b": "Llama 70B", "llama-3-8b": "Llama 8B",
-    "llama-3.1-8b": "Llama 8B", "llama-3.2-1b": "Llama 1B",
+    "llama-3.2-1b": "Llama 1B",
 }  # fmt: skip
 
 
@@ -106,11 +107,11 @@ def classify_model(text: str) -> ModelKind:
 def _classify_name(text: str) -> ModelKind:
     if text in PRESET_NAMES:
         return ModelKind.PRESET
-    if known_shape(text) is not None:
+    if known_model(text) is not None or known_shape(text) is not None:
         return ModelKind.KNOWN
     if ":" in text:
         return ModelKind.FACTORY
-    names = ", ".join((*PRESET_NAMES, *(key.lower().replace(" ", "-") for key in SHAPES)))
+    names = ", ".join((*PRESET_NAMES, *(key.lower().replace(" ", "-") for key in SHAPES), *MODELS))
     raise PlanError(
         f"--model {text}: no such file or folder (nothing is downloaded). Give a folder or config.json of "
         f"transformers, a checkpoint, module:function, or one of {names}."
