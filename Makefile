@@ -68,7 +68,7 @@ docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fit
 	$(BIN)/python docs/tools/what_fits.py > docs/what-fits.html
 
 site: $(SITE_STAMP)  ## the documentation as a site in build/site, readable offline; every warning is an error
-	rm -rf build/site
+	rm -rf build/site build/site-doctrees
 	$(BIN)/sphinx-build --quiet --fail-on-warning --jobs auto -c docs/site -d build/site-doctrees . build/site
 	@echo "build/site/index.html"
 

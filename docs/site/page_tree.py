@@ -7,6 +7,7 @@ the site's navigation, and the pages that the section links to are its entries. 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
@@ -43,17 +44,24 @@ def site_pages() -> list[str]:
     return list(dict.fromkeys([ROOT_PAGE, INDEX, *listed, *in_docs, *report_pages()]))
 
 
-def _toctree(pages: list[str], *options: str) -> str:
-    return "\n".join(["", "```{toctree}", *options, "", *(f"/{page}" for page in pages), "```", ""])
+def _toctree(entries: Iterable[str], *options: str) -> str:
+    return "\n".join(["", "```{toctree}", *options, "", *entries, "```", ""])
+
+
+def _dated(page: str) -> str:
+    """Return the entry of a report, with the date of its file name before its title."""
+    name = PurePosixPath(page).name
+    (title,) = re.findall(r"\A# (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    return f"{name[:10]}: {title} </{page}>"
 
 
 def _add_toctree(app: Any, docname: str, content: list[str]) -> None:
     if f"{docname}.md" == ROOT_PAGE:
-        content[0] += _toctree([INDEX], ":hidden:")
+        content[0] += _toctree([f"/{INDEX}"], ":hidden:")
         for head, pages in page_tree().items():
-            content[0] += _toctree(pages, ":hidden:", f":caption: {head}")
+            content[0] += _toctree((f"/{page}" for page in pages), ":hidden:", f":caption: {head}")
     elif f"{docname}.md" == REPORTS:
-        content[0] += _toctree(report_pages())
+        content[0] += _toctree(map(_dated, report_pages()), ":maxdepth: 1")
 
 
 def setup(app: Any) -> dict[str, Any]:

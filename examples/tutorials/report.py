@@ -42,7 +42,7 @@ def main() -> None:
             x = torch.randn(64, 64, generator=batches)
             y = torch.tanh(x @ task / 4)
             if step in SLOW:
-                time.sleep(0.1)  # a data loader that is too slow
+                time.sleep(0.25)  # a data loader that is too slow
             if step == SPOILED:
                 y = y.flip(0)  # a batch whose targets belong to other inputs
             loss = nn.functional.mse_loss(engine(x.to(engine.device)), y.to(engine.device))
