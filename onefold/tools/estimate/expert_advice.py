@@ -61,7 +61,7 @@ def hint_at_experts(question: Question, best: Forecast, found: Sequence[Forecast
     layers = expert_layers(build_once(question.model.name, question.model.build))
     common = math.gcd(machine.world, *(layer.num_experts for layer in layers)) if layers else 1
     sizes = sorted({size for size in (machine.nodes, common) if size > 1 and common % size == 0})
-    plain = [each for each in found if each.setting.name == "stage 3"]
+    plain = [each for each in found if each.setting.name == "stage 3" and each is not best]
     divided: list[tuple[int, Forecast]] = []
     for size, base in ((size, base) for base in (best, *plain) for size in sizes):
         asked = question.with_key("onefold", "expert_parallel_size", size)
