@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.site-installed
 
 # The release of torch that the environment gets: `make test TORCH=2.11.0`, with another VENV to keep this one.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -10,13 +11,18 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # Tests start hundreds of interpreters: without compiled files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs bench bench-network matrix dist install-as-deepspeed clean
+.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs site bench bench-network matrix dist install-as-deepspeed clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev,plots]'
 	touch $(STAMP)
+
+# The generator of the site is installed by the target that needs it, so that tests do not wait for it.
+$(SITE_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[site]'
+	touch $(SITE_STAMP)
 
 train: $(STAMP)  ## the main job: a small GPT learns the standard library's source
 	$(BIN)/onefold train $(ARGS)
@@ -60,6 +66,11 @@ format: $(STAMP)
 docs: $(STAMP)  ## regenerate docs/config.md from the dataclasses, docs/what-fits.html from the formulas
 	$(BIN)/python docs/tools/config_page.py > docs/config.md
 	$(BIN)/python docs/tools/what_fits.py > docs/what-fits.html
+
+site: $(SITE_STAMP)  ## the documentation as a site in build/site, readable offline; every warning is an error
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --jobs auto -c docs/site -d build/site-doctrees . build/site
+	@echo "build/site/index.html"
 
 bench: $(STAMP)  ## onefold beside DDP, FSDP2 and DeepSpeed (where installed), in one run
 	$(BIN)/python -m benchmarks.compare $(ARGS)

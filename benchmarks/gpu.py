@@ -201,7 +201,7 @@ def make_rows(outcomes: dict[str, list[Outcome]], workload: Workload) -> list[li
                 f"{min(outcome.step_seconds):.4f}",
                 ratio(outcome.step_mean, reference and reference.step_mean),
                 f"{num_tokens / outcome.step_mean:,.0f}",
-                f"{6e-12 * outcome.num_parameters * num_tokens / outcome.step_mean:.0f}",
+                f"{6e-12 * outcome.num_active_parameters * num_tokens / outcome.step_mean:.0f}",
                 f"{whole_peak(outcome):.0f}",
                 ratio(whole_peak(outcome), reference and whole_peak(reference)),
                 f"{outcome.resident_mb:.0f}",

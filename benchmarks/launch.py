@@ -39,6 +39,8 @@ class Outcome:
     system: str
     error: str | None = None
     num_parameters: int = 0
+    num_active_parameters: int = 0
+    """Those that compute a token; fewer in a mixture of experts."""
     step_seconds: list[float] = field(default_factory=list)
     startup_seconds: float = 0.0
     resident_mb: float = 0.0
@@ -77,6 +79,7 @@ def run(
     return Outcome(
         system,
         num_parameters=measured[0]["num_parameters"],
+        num_active_parameters=measured[0]["num_active_parameters"],
         step_seconds=max((rank["step_seconds"] for rank in measured), key=sum),
         startup_seconds=max(rank["startup_seconds"] for rank in measured),
         resident_mb=max(rank["resident_mb"] for rank in measured),

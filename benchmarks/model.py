@@ -31,9 +31,17 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """The elements of a GPT of this shape. Building it on the meta device to count them would import 70 MB."""
+        return self._count(self.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The elements that compute a token: those of its experts, and all others."""
+        return self._count(self.experts_per_token)
+
+    def _count(self, num_experts: int) -> int:
         of_mlp = 8 * self.width**2
         if self.num_experts:
-            of_mlp = self.num_experts * self.width * (2 * self.expert_width + 1)
+            of_mlp = self.width * (2 * num_experts * self.expert_width + self.num_experts)
         of_block = 4 * self.width**2 + of_mlp + 4 * self.width
         embeddings = (2 * self.vocabulary + self.max_sequence) * self.width
         return self.num_layers * of_block + embeddings + 2 * self.width

@@ -138,6 +138,7 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
         sent_mb = (sent_after - sent_before) / 1e6 / (workload.num_steps + 1) / dist.get_world_size()
     measured = {
         "num_parameters": shape.num_parameters,
+        "num_active_parameters": shape.num_active_parameters,
         "step_seconds": [_between(marks[i], marks[i + 1]) for i in range(workload.num_steps)],
         "startup_seconds": startup_seconds,
         "resident_mb": peak_resident_mb(),

@@ -65,11 +65,18 @@ def initialize(
     engine_class: type[Engine] = Engine,
     read_config: Callable[[Any], Config] = load_config,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
-    """Lay a model out by its config and return (engine, optimizer, dataloader, lr_scheduler).
+    """Shard a model as its config says, and return `(engine, optimizer, dataloader, lr_scheduler)`.
+
+    All ranks call this together. The process group is created if there is none, and the model is moved to the device
+    of the rank. `config` is a dict or the path of a JSON or YAML file; `args.deepspeed_config` and `config_params`
+    are other ways to give it.
 
     `optimizer` is a torch optimizer, a callable that takes the parameters, a list with torch's Muon and AdamW, or None
-    for the optimizer of the config. With neither, the engine only evaluates. `lr_scheduler` is a scheduler or a
-    callable that takes the optimizer.
+    for the optimizer of the config. With neither, the engine only evaluates. `model_parameters` are the parameters or
+    groups to train, by default all that require gradients. `lr_scheduler` is a scheduler or a callable that takes the
+    optimizer. `training_data` is a dataset, for which a dataloader with `collate_fn` is returned; its position is
+    saved in checkpoints. `mpu` and `mesh_param` ask for sequence parallelism as in DeepSpeed. `engine_class` and
+    `read_config` are for `deepspeed.initialize`.
     """
     if model is None:
         raise ConfigError("initialize needs a model. Pass model=.")

@@ -1,4 +1,4 @@
-"""Parameters that rest as shards, seen from outside the engine: building a model that way, reading it, writing it.
+"""Build a model as shards, read and write its sharded parameters, and load and stream weights.
 
 [Note: building without ever holding the whole]
 Inside `Init` torch tells us of every module that a parent takes as its child, right after the child's constructor;
@@ -62,10 +62,14 @@ _OPEN_HANDLES = 4
 
 
 class Init:
-    """Shard parameters as modules are built. As a context manager, or on a module that exists: `Init(module=model)`.
+    """A context in which every module is sharded as soon as it is built.
 
-    `dtype` (or the config's bf16 / fp16 section) is what floating-point parameters are cast to; buffers stay.
-    The arguments are DeepSpeed's.
+    No rank ever holds the whole model: each module is built on the device with the values that it has outside of the
+    context, and each rank keeps its part. `Init(module=model)` shards a module that exists.
+
+    Floating-point parameters are cast to `dtype`, by default that of the config's `bf16` or `fp16` section. Buffers
+    are not cast. With `enabled=False` the context has no effect. The arguments are those of DeepSpeed; those that
+    onefold does not support raise an error.
     """
 
     _active: Init | None = None
@@ -291,14 +295,15 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 
 
 class GatheredParameters:
-    """Whole parameters inside; all ranks enter together. With `modifier_rank` its writes become everybody's.
+    """A context in which the given parameters are unsharded. All ranks enter it together.
 
-    `params`: one parameter, an iterable of them, plain tensors and None among them. Writes without `modifier_rank` are
-    kept where every rank has written the same values, as an average of weights on each of them does. Other writes
-    would be lost when the context closes, so they raise.
+    `params` is one parameter or an iterable of them; plain tensors and None in it are skipped. With `modifier_rank`
+    the values of that rank are kept on all ranks. Without it, writes are kept if every rank has written the same
+    values, as an average of weights does. Other writes raise an error, because they would be lost.
 
-    The engine keeps the unit that was read last until another one is gathered, a forward, backward or step begins, or
-    `engine.empty_partition_cache()` is called. So a loop with one context for each parameter gathers each unit once.
+    The engine keeps the unit that was read last unsharded until another unit is gathered, a forward, backward or step
+    begins, or `engine.empty_partition_cache()` is called. A loop with one context per parameter therefore gathers each
+    unit once.
     """
 
     def __init__(
@@ -410,9 +415,9 @@ def _fingerprint(param: FlatParam) -> tuple[int, ...]:
 
 
 def gather_distributed_parameters(model: nn.Module) -> None:
-    """Make a model whole on every rank, for reading and saving; the engine's next forward or step puts it back to rest.
+    """Unshard all parameters of a model on every rank, to read or save them.
 
-    A model that has no engine any more, or none yet, stays whole.
+    The next forward or step of the engine reshards them. A model without an engine stays unsharded.
     """
     for handle in handles_of(model.parameters()):
         handle.acquire()
@@ -432,6 +437,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor | Non
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Withdraw a declaration of `register_external_parameter`."""
     external = _external(module)
     external[:] = [known for known in external if known is not parameter]
 

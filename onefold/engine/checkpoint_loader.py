@@ -145,6 +145,8 @@ class CheckpointLoader:
                     if options.optimizer and custom is None and stays is not None:
                         self._saver.last = absolute(place(load_dir) / stays)
                     client_state = self._finish(found, options)
+                    if _is_copy(names[0]):
+                        self._copies.after_load(names[0].removeprefix("/"))
                     if goes_back:
                         self._copies.reject()
                     return str(found.checkpoint.folder), client_state

@@ -14,6 +14,7 @@ from onefold.checkpoint.format.peer_copy import (
     SLOTS,
     copy_name,
     engine_of,
+    keep_parts_of_node,
     node_folder,
     num_nodes,
     program_identity,
@@ -111,6 +112,11 @@ class PeerCopies:
         self._begun = begun or self._begun
         return bool(begun)
 
+    def after_load(self, name: str) -> None:
+        """Remove what this node has fetched of a copy for the load, which has ended on all ranks."""
+        if local_rank() == 0:
+            keep_parts_of_node(node_folder() / name, int(os.environ.get("GROUP_RANK", "0")), num_nodes())
+
     def reject(self) -> None:
         """Let no restart resume from the copies that this job has made until now. All ranks call this together."""
         newest = self._begun or self._resumed
@@ -121,18 +127,15 @@ class PeerCopies:
         """Raise unless the shared memory of all nodes is large enough. Return what will be used, in words."""
         free = shutil.disk_usage(folder).free + tree_size(folder)
         node, nodes = int(os.environ.get("GROUP_RANK", "0")), num_nodes()
-        of_all = " (a restart needs one of all ranks)" if nodes > 2 else ""
         rows = self._state.schedule.agreement.synchronize("the peer copies", [node, self._bytes_of_part(), free])
         of_node = [sum(row[1] for row in rows if row[0] == number) for number in range(nodes)]
         for number in range(nodes):
-            kept = of_node[number] + (of_node[number - 1] if nodes > 1 else 0)
-            # A restart fetches all parts of a copy to each node, which keeps them until the next copy is complete.
-            needed = kept + (sum(of_node) if nodes > 2 else kept)
+            needed = SLOTS * (of_node[number] + (of_node[number - 1] if nodes > 1 else 0))
             there = min((row[2] for row in rows if row[0] == number), default=0)
             if needed > there:
                 raise ConfigError(
                     f"{_KEY}: node {number} needs {format_bytes(needed)} of shared memory ({folder.parent}) for two "
-                    f"copies of its ranks{' and of those of the node before it' if nodes > 1 else ''}{of_all}, but "
+                    f"copies of its ranks{' and of those of the node before it' if nodes > 1 else ''}, but "
                     f"{format_bytes(there)} are free. Enlarge it (mount -o remount,size=...; in a container, "
                     "--shm-size or an emptyDir of medium Memory), or leave the key out."
                 )

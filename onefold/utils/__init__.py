@@ -133,19 +133,20 @@ def _trained(parameter: nn.Parameter) -> _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the unsharded fp32 master; None if the parameter is not trained."""
+    """Return the unsharded fp32 master weight, or None if the parameter is not trained."""
     place = _place(param)
     return place.master().unsharded() if place else None
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the fp32 master weight, or None if the parameter is not trained."""
     place = _place(param)
     return place.master().local() if place else None
 
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the master, and with it the parameter."""
+    """Set the master weight, and the parameter with it."""
     place = _trained(param)
     place.owner.about_to_write()
     place.master().write(value, local=False)
@@ -159,7 +160,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master.
+    """Set this rank's part of the master weight, and the parameter with it.
 
     It raises if masters are replicated, because ranks would then differ. All ranks call this together for a parameter
     that stays unsharded, because their parts are all-gathered, and for one that is all-gathered in FP8, because they
@@ -188,12 +189,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the unsharded averaged gradient between backward and step; None if there is none or it is not reduced."""
+    """Return the unsharded averaged gradient between backward and step, or None if no gradient is reduced."""
     return _get_gradient(param, local=False)
 
 
 def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that this rank has accumulated before its reduction; None if it is not held unsharded."""
+    """Return the gradient that this rank has accumulated and not yet reduced, or None if it holds only a shard."""
     place = _place(param)
     found = place.param.grad.unreduced(place.param.layout.members.index(place.member)) if place else None
     if place is None or found is None:
@@ -202,6 +203,7 @@ def unreduced_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's part of the averaged gradient, or None if no gradient is reduced."""
     return _get_gradient(param, local=True)
 
 
@@ -214,11 +216,12 @@ def _get_gradient(param: nn.Parameter, *, local: bool) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the averaged gradient that the next step uses."""
+    """Set the averaged gradient that the next step uses."""
     _set_gradient(param, value, local=False)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the averaged gradient that the next step uses."""
     _set_gradient(param, value, local=True)
 
 
@@ -233,23 +236,26 @@ def _set_gradient(param: nn.Parameter, value: torch.Tensor, *, local: bool) -> N
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return an unsharded state such as `exp_avg`; None before the optimizer has made it."""
+    """Return an unsharded optimizer state such as `exp_avg`, or None before the first step."""
     place = _place(param)
     range_ = place.state(optim_state_key, local=False) if place else None
     return range_.unsharded() if range_ else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's part of an optimizer state, or None before the first step."""
     place = _place(param)
     range_ = place.state(optim_state_key, local=True) if place else None
     return range_.local() if range_ else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set an optimizer state from its unsharded value."""
     _set_state(param, value, optim_state_key, local=False)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of an optimizer state."""
     _set_state(param, value, optim_state_key, local=True)
 
 
@@ -268,6 +274,7 @@ def _set_state(param: nn.Parameter, value: torch.Tensor, name: str, *, local: bo
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
+    """Return whether a module is marked as a leaf: one unit, with all modules inside it."""
     return bool(getattr(model, LEAF_MARK, False))
 
 
@@ -277,39 +284,45 @@ def z3_leaf_parameter(parameter: nn.Parameter, model: nn.Module) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the leaf modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module as a leaf, or remove its mark. Call it before `initialize`."""
     setattr(model, LEAF_MARK, flag)
 
 
 def unset_z3_leaf_module(model: nn.Module) -> None:
+    """Remove the mark of one module."""
     set_z3_leaf_module(model, False)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, given as classes or by name."""
+    """Mark the modules of these classes, given as classes or by name, as leaves. Return them."""
     return _mark(model, leaf_module_classes, _is_of_class, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
+    """Remove the marks of modules of these classes. Return the modules."""
     return _mark(model, leaf_module_classes, _is_of_class, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
+    """Mark the modules with these full names, as in `named_modules`, as leaves. Return them."""
     return _mark(model, module_names, lambda path, _, name: path == name, True, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
+    """Mark the modules whose full names end with one of these suffixes as leaves. Return them."""
     return _mark(model, module_name_suffixes, lambda path, _, end: path.endswith(end), True, raise_if_not_found)
 
 
@@ -333,7 +346,7 @@ def _mark(
 
 
 class RepeatingLoader:
-    """A loader that starts over when it is exhausted, with a new shuffle each time."""
+    """A data loader that starts again when it is exhausted, with a new shuffle each time."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader: Any = loader
@@ -355,13 +368,15 @@ class RepeatingLoader:
 
     @property
     def epoch(self) -> int:
-        """The sampler's where it has one: it may have been resumed."""
+        """The epoch of the sampler, or else the number of completed passes."""
         epoch: int = getattr(getattr(self.loader, "sampler", None), "epoch", self._num_passes)
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped loader."""
         state: dict[str, Any] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of the wrapped loader."""
         self.loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Whole fp32 weights out of a checkpoint, under the names of DeepSpeed's zero_to_fp32."""
+"""Read unsharded fp32 weights from a checkpoint, under the names of DeepSpeed's `zero_to_fp32`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class LazyTensor:
-    """A tensor that is still on disk; `contiguous` reads it. Tied names have the same one."""
+    """A tensor of a checkpoint that is read by `contiguous`. Tied names share one."""
 
     def __init__(self, folder: Place, manifest: Manifest, name: str, dtype: torch.dtype) -> None:
         self._folder, self._manifest, self._name = folder, manifest, name
@@ -30,6 +30,7 @@ class LazyTensor:
         self.dtype = dtype
 
     def contiguous(self) -> torch.Tensor:
+        """Read the tensor."""
         with CheckpointReader(self._folder, self._manifest) as checkpoint:
             return checkpoint.tensor(self._name, self.dtype)
 
@@ -43,9 +44,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the weights of a checkpoint as fp32 tensors in host memory, buffers and tied names included.
+    """Return the weights of a checkpoint as fp32 tensors in host memory, including buffers and tied names.
 
-    With `lazy_mode` the values are still on disk: `value.contiguous()` reads that one, `.shape` and `.dtype` are known.
+    With `lazy_mode` the values are `LazyTensor` objects, which know their shape and dtype: `value.contiguous()` reads
+    one of them.
     """
 
     def work(checkpoint: CheckpointReader) -> dict[str, Any]:
@@ -68,7 +70,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint in fp32: `pytorch_model.bin`, or safetensors; in several files where large."""
+    """Write the weights of a checkpoint in fp32 to `pytorch_model.bin`, or with `safe_serialization` to safetensors.
+
+    Weights that exceed `max_shard_size` are written to several files with an index.
+    """
     export(
         checkpoint_dir,
         output_dir,
@@ -82,9 +87,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: Model, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> Model:
-    """Move a model to the CPU and give it the weights of a checkpoint. What only one of the two has is warned of.
+    """Move a model to the CPU and load the weights of a checkpoint into it.
 
-    A sharded model is filled inside `GatheredParameters(model.parameters(), modifier_rank=0)`, and stays where it is.
+    Names that only the model or only the checkpoint has are logged as warnings. A sharded model must be gathered with
+    `GatheredParameters(model.parameters(), modifier_rank=0)` and is not moved.
     """
     from onefold.runtime import handle_of
 

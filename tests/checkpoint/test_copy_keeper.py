@@ -26,6 +26,7 @@ from onefold.checkpoint.format.peer_copy import (
     files_of,
     is_file_of_copy,
     is_whole,
+    keep_parts_of_node,
     list_copies,
     make_room,
     read_complete,
@@ -287,6 +288,15 @@ def test_a_copy_is_complete_when_every_part_is_on_two_nodes(
     assert begin([nodes[0], nodes[2]], store=HashStore()) == [[name], [name]]
     for node in (nodes[0], nodes[2]):
         assert weights_of(node.folder, name).tolist() == [number + 1 for number in range(NUMEL)]
+    for number, node in enumerate(nodes):
+        for rank in range(3):
+            write_part(node.folder, name, rank, 3)
+        keep_parts_of_node(node.folder / name, number, 3)
+        kept = [
+            rank for rank in range(3) if any(f"rank-{rank:05}.json" in file for file in files_of(node.folder / name))
+        ]
+        assert kept == sorted({number, (number - 1) % 3})
+    assert begin(nodes, store=HashStore()) == [[name]] * 3
 
 
 def test_a_copy_is_not_complete_while_a_rank_of_a_node_still_writes(

@@ -257,7 +257,7 @@ BUDGETS = {
     "sequence": 1_300,
     "tools": 11_750,
     "storage": 620,
-    "top": 2_550,
+    "top": 2_570,
     "utils": 550,
 }
 

@@ -167,6 +167,16 @@ def make_room(folder: Path, kept: Collection[str], rank: int, *, is_first_of_nod
             shutil.rmtree(copy, ignore_errors=True)
 
 
+def keep_parts_of_node(copy: Path, node: int, num_nodes: int) -> None:
+    """Remove parts of a whole copy, so that each part stays on two nodes, next to each other."""
+    match = _COPY.fullmatch(copy.name)
+    assert match is not None, copy
+    for path in copy.glob("data-*/rank-*"):
+        first = rank_of(path.relative_to(copy).as_posix()) * num_nodes // int(match["ranks"])
+        if node not in (first, (first + 1) % num_nodes):
+            path.unlink(missing_ok=True)
+
+
 def write_header(copy: Path, **fields: Any) -> None:
     """Write what rank 0 adds to the records of all ranks: the fields of a manifest without files and tensors.
 

@@ -1,0 +1,69 @@
+"""The tutorials: the commands of their pages run, print what the pages show, and draw the pictures."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from test_guide import blocks, check_printed, commands, run
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs/tutorials"
+IMAGES = ROOT / "docs/images/tutorials"
+
+pytestmark = pytest.mark.program
+
+
+def follow(page: str, folder: Path) -> dict[str, list[str]]:
+    """Run all commands of a page in a folder, and return the lines that each printed."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    printed = {}
+    for each in blocks("console", (PAGES / page).read_text()):
+        for command, said in commands(each.body):
+            printed[command] = run(command, folder, fails=each.name == "fails")
+            check_printed(command, said, printed[command])
+    assert printed
+    return printed
+
+
+def test_every_file_has_a_page_and_every_picture_is_shown():
+    pages = {path.stem.replace("-", "_"): path.read_text() for path in PAGES.glob("*.md")}
+    files = {path.stem for path in (ROOT / "examples/tutorials").glob("*.py")}
+    assert set(pages) == files
+    shown = {name for text in pages.values() for name in re.findall(r"\]\(\.\./images/tutorials/(\S+?)\)", text)}
+    assert shown == {path.name for path in IMAGES.iterdir()}
+
+
+@pytest.mark.slow
+def test_zero_stages(tmp_path):
+    pytest.importorskip("matplotlib")
+    (lines,) = follow("zero-stages.md", tmp_path).values()
+    rows = [line.split() for line in lines if re.match(r" +[12] +[0-3] ", line)]
+    assert len(rows) == 8
+    losses = {(int(row[0]), int(row[1])): float(row[-1]) for row in rows}
+    assert len({losses[1, stage] for stage in range(4)}) == 1
+    total = {(int(row[0]), int(row[1])): float(row[6]) for row in rows}
+    assert total[2, 0] > total[2, 1] > total[2, 2] > total[2, 3]
+    assert total[1, 1] == pytest.approx(total[1, 2])
+    assert all((tmp_path / f"runs/zero-stages/zero-stages-{name}.png").exists() for name in ("memory", "traffic"))
+
+
+@pytest.mark.slow
+def test_resume(tmp_path):
+    pytest.importorskip("matplotlib")
+    printed = follow("resume.md", tmp_path)
+    *_, compared = printed.values()
+    (other,) = [line for line in compared if line.startswith("other")]
+    assert 0 < float(other.split()[-1]) < 1e-2
+    assert math.isfinite(float(other.split()[-1]))
+    assert (tmp_path / "runs/resume.png").exists()
+
+
+@pytest.mark.slow
+def test_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    follow("report.md", tmp_path)
+    shown = re.findall(r"images/tutorials/(\S+?)\)", (PAGES / "report.md").read_text())
+    assert all((tmp_path / "runs/report" / name).exists() for name in shown)
