@@ -129,8 +129,8 @@ def check_topology(config: Config, world_size: int) -> None:
     if zero.mics_shard_size == 1:
         raise ConfigError("zero_optimization.mics_shard_size = 1 does not shard anything; use stage 0")
     hpz, quantized = zero.zero_hpz_partition_size > 1, zero.zero_quantized_gradients
-    for name, asked in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
-        if asked:
+    for name, is_requested in (("zero_hpz_partition_size", hpz), ("zero_quantized_gradients", quantized)):
+        if is_requested:
             raise ConfigError(
                 f"zero_optimization.mics_shard_size and {name} cannot be combined, because MiCS has its own groups for "
                 f"all-gathers and its own two-hop reduction; leave out {name} or mics_shard_size"
@@ -158,7 +158,7 @@ def _check_experts(config: Config) -> None:
             f"{_EXPERTS} = {own.expert_parallel_size}, but expert_parallel.autoep_size = {auto.autoep_size}. Use one "
             "of the two."
         )
-    asked = {
+    requested = {
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.mics_shard_size": zero.mics_shard_size > 0,
         "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
@@ -168,8 +168,8 @@ def _check_experts(config: Config) -> None:
         "onefold.cuda_graphs": own.cuda_graphs != "off",
         _SEQUENCE: config.sequence_parallel_size > 1,
     }
-    for name, is_asked in asked.items():
-        if is_asked:
+    for name, is_requested in requested.items():
+        if is_requested:
             raise ConfigError(
                 f"{_EXPERTS} = {config.expert_parallel_size} and {name} cannot be combined yet. Leave out one of them."
             )

@@ -45,17 +45,17 @@ def _count(model: nn.Module, layers: Sequence[ExpertLayer]) -> ParameterCounts:
 
 
 def experts_per_token(model: nn.Module, layer: ExpertLayer) -> int | None:
-    """Return the number of experts that a layer chooses for a token, or None if no module tells it."""
-    for owner in _owners(model, layer):
+    """Return the number of experts that a layer chooses for a token, or None if it is not found."""
+    for each in _modules_and_configs(model, layer):
         for name in _PER_TOKEN:
-            value = getattr(owner, name, None)
+            value = getattr(each, name, None)
             if type(value) is int and 0 < value <= layer.num_experts:
                 return value
     return None
 
 
-def _owners(model: nn.Module, layer: ExpertLayer) -> Iterator[Any]:
-    """Yield what may have the number: the layer, the blocks around it with their other children, and the config."""
+def _modules_and_configs(model: nn.Module, layer: ExpertLayer) -> Iterator[Any]:
+    """Yield the layer, the blocks around it with their other children, and the config of the model."""
     yield layer.module
     yield from layer.module.children()
     path = layer.name

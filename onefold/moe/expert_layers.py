@@ -80,12 +80,12 @@ def experts(module: nn.Module, count: str = _COUNT, *, parallel_size: int | None
 
 
 def requested_parallel_size(model: nn.Module) -> int | None:
-    """Return the `parallel_size` of the marked layers of a model, or None. Raise if they ask for different sizes."""
-    asked = {name: size for name, module in model.named_modules() if (size := getattr(module, _SIZE, None)) is not None}
-    if len(set(asked.values())) > 1:
-        shown = ", ".join(f"{size} ({name})" for name, size in asked.items())
+    """Return the `parallel_size` of the marked layers of a model, or None. Raise if they request different sizes."""
+    sizes = {name: size for name, module in model.named_modules() if (size := getattr(module, _SIZE, None)) is not None}
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{size} ({name})" for name, size in sizes.items())
         raise ConfigError(f"expert layers ask for different parallel sizes: {shown}. Use one for all of them.")
-    return next(iter(asked.values()), None)
+    return next(iter(sizes.values()), None)
 
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:

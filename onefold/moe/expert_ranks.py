@@ -1,4 +1,4 @@
-"""What the ranks that divide experts send each other: how many tokens each expert gets, and the tokens."""
+"""Exchanges between the ranks that divide experts: the number of tokens of each expert, and the tokens."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class ReplacedForward:
 
     def __reduce__(self) -> Any:
         """Copy and pickle as the original forward, because no engine manages the copy of a model."""
-        return _same, (self._original,)
+        return _original_forward, (self._original,)
 
     @outside_compiler
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,5 +45,5 @@ class TracedForward(ReplacedForward):
         return self._compute(*args, **kwargs)
 
 
-def _same(forward: Any) -> Any:
+def _original_forward(forward: Any) -> Any:
     return forward

@@ -19,7 +19,7 @@ from onefold.offload.offload_memory import OffloadMemory, agree_on_tiers, make_m
 from onefold.plan import FlatParamSpec, Layout, Plan, Precision, StateSpec, UnitCut, cut, persistent_parameters
 from onefold.plan.traffic import OffloadedStepSplit
 from onefold.runtime.batch_chunks import check_blocks
-from onefold.runtime.expert_parts import ExpertOf, Laid, divided_spec
+from onefold.runtime.expert_parts import ExpertOf, PlacedParameter, divided_spec
 from onefold.runtime.flat_param import FlatParam
 from onefold.runtime.param_handle import detach, handle_of, unsharded, unsharded_shape
 from onefold.runtime.parameter_proxy import plain_class
@@ -37,7 +37,7 @@ class UnitSpec:
     params: list[FlatParamSpec]
 
 
-class _Alike(NamedTuple):
+class _SpecFields(NamedTuple):
     """Properties that all parameters of one flat parameter share."""
 
     dtype: torch.dtype
@@ -119,8 +119,8 @@ def plan_units(
     if plan.activations.mlp_tiles != 0:
         check_tiled_modules(model, plan.activations.tiled_modules, cuts)
     for found in cuts:
-        flat: dict[_Alike, list[Laid]] = {}
-        of_experts: dict[tuple[_Alike, str, int, int], dict[int | None, list[Laid]]] = {}
+        flat: dict[_SpecFields, list[PlacedParameter]] = {}
+        of_experts: dict[tuple[_SpecFields, str, int, int], dict[int | None, list[PlacedParameter]]] = {}
         for name in found.parameters:
             parameter = parameters[name]
             if id(parameter) in elsewhere:
@@ -136,27 +136,29 @@ def plan_units(
             state_spec = StateSpec()
             if trainable:
                 state_spec = states[of_group].held_as(plan.formats, name, dtype, math.prod(shapes[name]))
-            alike = _Alike(dtype, trainable, name in persistent, packed, name in in_fp8, state_spec)
-            members = flat.setdefault(alike, [])
+            spec_fields = _SpecFields(dtype, trainable, name in persistent, packed, name in in_fp8, state_spec)
+            members = flat.setdefault(spec_fields, [])
             if experts is not None and name in experts:
                 layer, num_experts, number = experts[name]
-                key = (alike, name if number is None else layer, num_experts, of_group)
+                key = (spec_fields, name if number is None else layer, num_experts, of_group)
                 members = of_experts.setdefault(key, {}).setdefault(number, [])
             members.append((name, shapes[name], of_group))
         apart: list[FlatParamSpec] = []
-        for (alike, _, num_experts, _), by_number in of_experts.items():
-            divided = divided_spec(by_number, num_experts, plan, **alike._asdict())
+        for (spec_fields, _, num_experts, _), by_number in of_experts.items():
+            divided = divided_spec(by_number, num_experts, plan, **spec_fields._asdict())
             if divided is not None:
                 apart.append(divided)
             else:
-                flat[alike] += [each for some in by_number.values() for each in some]
-        trained = sum(math.prod(shape) for alike, some in flat.items() if alike.trainable for _, shape, _ in some)
+                flat[spec_fields] += [each for some in by_number.values() for each in some]
+        trained = sum(
+            math.prod(shape) for spec_fields, some in flat.items() if spec_fields.trainable for _, shape, _ in some
+        )
         trained += sum(param.layout.numel for param in apart if param.trainable)
         by_device = split.assign(trained)
         params = [replace(param, given_to_device=by_device) for param in apart]
-        for alike, members in ((alike, members) for alike, members in flat.items() if members):
-            layout = Layout.of(members, plan.num_shards, alike.dtype.itemsize)
-            params.append(FlatParamSpec(layout, **alike._asdict(), given_to_device=by_device))
+        for spec_fields, members in ((spec_fields, members) for spec_fields, members in flat.items() if members):
+            layout = Layout.of(members, plan.num_shards, spec_fields.dtype.itemsize)
+            params.append(FlatParamSpec(layout, **spec_fields._asdict(), given_to_device=by_device))
         if params:
             specs.append(UnitSpec(found, params))
     return specs

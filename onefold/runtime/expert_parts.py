@@ -12,7 +12,7 @@ from onefold.plan import FlatParamSpec, Layout, Plan
 from onefold.runtime.param_handle import handle_of
 
 # The name, the shape and the optimizer group of a parameter.
-Laid = tuple[str, tuple[int, ...], int]
+PlacedParameter = tuple[str, tuple[int, ...], int]
 
 
 class ExpertOf(NamedTuple):
@@ -24,15 +24,15 @@ class ExpertOf(NamedTuple):
 
 
 def divided_spec(
-    parameters: Mapping[int | None, Sequence[Laid]], num_experts: int, plan: Plan, **alike: Any
+    parameters: Mapping[int | None, Sequence[PlacedParameter]], num_experts: int, plan: Plan, **spec_fields: Any
 ) -> FlatParamSpec | None:
     """Return the flat parameter of experts that are divided, or None if they cannot be.
 
-    `parameters` has those of each expert by its number, or one parameter of stacked experts. `alike` has the other
-    fields of the spec: dtype, trainable, persistent, packed, multiplies_in_fp8 and state_spec.
+    `parameters` has those of each expert by its number, or one parameter of stacked experts. `spec_fields` are the
+    other fields of the spec: dtype, trainable, persistent, packed, multiplies_in_fp8 and state_spec.
     """
-    num_parts, itemsize = plan.num_expert_parts, alike["dtype"].itemsize
-    if num_parts == 1 or not plan.shards_states or alike["persistent"] or alike["packed"]:
+    num_parts, itemsize = plan.num_expert_parts, spec_fields["dtype"].itemsize
+    if num_parts == 1 or not plan.shards_states or spec_fields["persistent"] or spec_fields["packed"]:
         return None
     if None in parameters:
         layout = Layout.of(parameters[None], plan.num_shards, itemsize)
@@ -48,7 +48,7 @@ def divided_spec(
             for part in range(num_parts)
         ]
         layout = Layout.of_parts(parts, plan.num_shards, itemsize)
-    return FlatParamSpec(layout, **alike, num_expert_parts=num_parts)
+    return FlatParamSpec(layout, **spec_fields, num_expert_parts=num_parts)
 
 
 @contextmanager

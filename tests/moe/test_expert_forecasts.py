@@ -20,11 +20,11 @@ from onefold.log import format_bytes
 from onefold.moe import count_parameters
 from onefold.tools.cli.main import build_parser
 from onefold.tools.cli.plan_command import ask
-from onefold.tools.estimate.dry_run import dry_run
+from onefold.tools.estimate.dry_run import META, dry_run
 from onefold.tools.estimate.expert_advice import expert_notes, hint_at_experts, possible_settings
 from onefold.tools.estimate.forecast import forecast
 from onefold.tools.estimate.machines import adjust, find_machine
-from onefold.tools.estimate.models import from_transformers
+from onefold.tools.estimate.models import ModelSource, from_transformers
 from onefold.tools.estimate.question import DEFAULT_CONFIG, Question, Setting
 
 MIXTRAL = {
@@ -68,6 +68,24 @@ def test_advice_compares_bytes_inside_and_across_nodes():
     fast = question(1e15)
     found = forecast(fast, [stage_3], finds_batch=False)
     assert "Expert parallelism does not pay: " in hint_at_experts(fast, found[0], found)
+
+
+def test_advice_forecasts_each_size_once():
+    built = []
+
+    def build() -> nn.Module:
+        built.append(1)
+        with META:
+            return OneMoE()
+
+    def loss_of(batch: int, length: int) -> Any:
+        return lambda call: call(torch.zeros(batch, length, WIDTH, device=META))
+
+    asked = Question(ModelSource("one", build, loss_of), find_machine("2xh100"), DEFAULT_CONFIG, 1, 8)
+    (best,) = forecast(asked, [Setting("stage 3", {"stage": 3, "overlap_comm": True})], finds_batch=False)
+    built.clear()
+    assert hint_at_experts(asked, best, [best])
+    assert len(built) == 2  # for the number of experts, and for a size of 2
 
 
 def test_settings_that_cannot_be_combined_are_left_out():

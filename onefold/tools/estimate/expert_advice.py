@@ -1,4 +1,4 @@
-"""What a forecast says about mixtures of experts: active parameters, and whether expert parallelism pays."""
+"""Forecasts of mixtures of experts: active parameters, and whether expert parallelism pays."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def hint_at_experts(question: Question, best: Forecast, found: Sequence[Forecast
     layers = expert_layers(build_once(question.model.name, question.model.build))
     common = math.gcd(machine.world, *(layer.num_experts for layer in layers)) if layers else 1
     sizes = sorted({size for size in (machine.nodes, common) if size > 1 and common % size == 0})
-    plain = [each for each in found if each.setting.name == "stage 3"]
+    plain = [each for each in found if each.setting.name == "stage 3" and each is not best]
     divided: list[tuple[int, Forecast]] = []
     for size, base in ((size, base) for base in (best, *plain) for size in sizes):
-        asked = question.with_key("onefold", "expert_parallel_size", size)
+        with_size = question.with_key("onefold", "expert_parallel_size", size)
         if divided and base.setting is not divided[0][1].setting:
             break
         try:
-            check_topology(load_config(asked.document(base.setting, 1)), machine.world)
-            (each,) = forecast(asked, [base.setting], finds_batch=False, timer=timer)
+            check_topology(load_config(with_size.document(base.setting, 1)), machine.world)
+            (each,) = forecast(with_size, [base.setting], finds_batch=False, timer=timer)
         except (ConfigError, PlanError):  # keys that cannot be combined, or a layer that cannot be traced
             continue
         if each.fits and each.step is not None:
