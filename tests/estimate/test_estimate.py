@@ -391,7 +391,7 @@ def planned_alone(question: Question, setting: Setting, batch: int) -> bool:
 
 @pytest.mark.parametrize(
     ("recompute", "given", "memory"),
-    [(False, 1, 3 * GB), (True, 3, 4 * GB), more(False, 64, 3 * GB), more(True, 1, 2 * GB)],
+    [(False, 1, 3 * GB), more(True, 3, 4 * GB), more(False, 64, 3 * GB), more(True, 1, 2 * GB)],
 )
 def test_the_largest_batch_fits_when_it_is_planned_itself_and_one_more_does_not(recompute, given, memory):
     machine = adjust(find_machine("2xA100"), memory=memory)

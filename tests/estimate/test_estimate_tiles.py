@@ -69,6 +69,7 @@ def test_the_tiled_loss_has_no_logits_and_tiled_mlps_fewer_activations():
     assert tiled.device.total < plain.device.total < whole.device.total
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_on_the_host():
     """Check that one sample more would be too much for the host, and that the forecast of the batch fits."""
     question = question_of(**ON_HOST)
@@ -93,7 +94,8 @@ def test_keys_are_advised_by_what_they_save_where_nothing_fits():
     question = replace(question, machine=machine)
     said = advise(question, [forecast_of(question)]).reason
     assert f"onefold.tiled_loss saves {saved:.1f} GB" in said
-    assert "of each GPU. It fits with" in said
+    assert "of each GPU" in said
+    assert "It fits with" in said.partition("of each GPU")[2]
     for key in ("onefold.tiled_mlp", "activation_checkpointing.cpu_checkpointing"):
         section, _, name = key.partition(".")
         gain = whole.device.total - forecast_of(question.with_key(section, name, True)).device.total
