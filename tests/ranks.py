@@ -15,7 +15,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -124,6 +126,17 @@ def rank_environment(rank: int, world: int, port: int, backend: str, node_size: 
     return found
 
 
+def _other_threads() -> str:
+    """Where the other threads of this process are, the hang detector's among them."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)[-4:])}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
+    return "\n".join(["", f"{len(stacks)} other threads", *stacks])
+
+
 def _serve(rank: int, world_size: int, node_size: int, port: int, backend: str, pipe: Any) -> None:
     os.environ.update(rank_environment(rank, world_size, port, backend, node_size))
     torch.set_num_threads(1)
@@ -142,5 +155,5 @@ def _serve(rank: int, world_size: int, node_size: int, port: int, backend: str, 
             torch.manual_seed(1234)
             pipe.send((True, case(*args, **kwargs)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc() + _other_threads()))
         gc.collect()

@@ -95,7 +95,7 @@ class Guard:
     # -- progress in a pass, and requests to leave the recorded order -------------------------------------------
 
     def number_passes_from(self, first: int) -> None:
-        """Set the number before the first pass. Numbers are the same on all ranks, and differ between engines."""
+        """Set the number before the next pass. Ranks agree on it, and passes of two engines have different ones."""
         self.progress = PassProgress(first)
 
     def begin_pass(self) -> None:

@@ -218,6 +218,8 @@ class HangDetector:
         except RuntimeError:  # the store fails: the node of rank 0, which serves it, may be gone
             with suppress(RuntimeError):
                 self._look_without_store()
+        except Exception:  # without this thread, ranks that diverge would wait for each other until a timeout
+            logger.exception("the hang detector of rank %d failed, and goes on", self.rank)
 
     def look(self) -> None:
         """Write this rank's note, compare the notes of all ranks, and act on a verdict."""

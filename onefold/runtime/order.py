@@ -82,7 +82,7 @@ class Order:
         self.reduces = False
         self.agreement = agreement
         self._guard = agreement.guard
-        # Passes of two engines never have the same number.
+        # Passes of two engines never have the same number. Ranks agree on it when a pass begins.
         self._guard.number_passes_from(next(_orders) * 1_000_000_000)
         self._plan = plan
         self._in_flight = in_flight
@@ -121,7 +121,10 @@ class Order:
     def begin(self, *, forward: bool) -> None:
         """Begin a pass, with a forward or, if no forward of it was seen, with its backward."""
         if self._has_sharded_units:
-            rows = self._negotiate(Request.BEGIN, int(forward), [self._launched if self.open else 0])
+            own = [self._launched if self.open else 0, self._guard.progress.pass_number]
+            rows = self._negotiate(Request.BEGIN, int(forward), own)
+            # Ranks may have built different numbers of engines before this one, and so count from different numbers.
+            self._guard.number_passes_from(max(row[_OWN + 1] for row in rows))
             if self.open and self.program is not None:
                 # Ranks may have stopped at different launches.
                 self._catch_up(self.program, max(row[_OWN] for row in rows))

@@ -27,6 +27,7 @@ import onefold
 from onefold.comm import local_device
 from onefold.config import load_config
 from onefold.plan import PassPhase
+from onefold.runtime import order
 from onefold.runtime.unit import Unit
 from onefold.runtime.unit_state import ParameterState
 
@@ -1372,6 +1373,17 @@ def test_models_on_which_ranks_differ_are_bit_equal_to_stage_2_on_three(on_ranks
 
 def test_ranks_that_diverge_in_the_middle_of_a_pass_equal_stage_2_to_rounding(on_ranks):
     assert on_ranks(3, table, TO_ROUNDING_WITH_THREE, beside_stage_2, 1e-6) == [[], [], []]
+
+
+def after_another_order_on_one_rank() -> list[str]:
+    """One rank has made an order more than the other, as a forecast on one rank does."""
+    if rank() == 1:
+        next(order._orders)
+    return beside_stage_2("layer that no rank used at first")
+
+
+def test_ranks_that_made_different_numbers_of_orders_may_diverge(on_ranks):
+    assert on_ranks(2, after_another_order_on_one_rank) == [[], []]
 
 
 def programs(case: str) -> list[bool]:
