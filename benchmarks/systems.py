@@ -401,6 +401,9 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "offload-onefold-largest-8bit": _offloaded(
         3, LARGEST_BUDGET, {**INT8, **SPLIT_8}, offload_optimizer=AUTO, offload_param=CPU
     ),
+    "offload-onefold-largest-8bit-in-backward": _offloaded(
+        3, LARGEST_BUDGET, {**INT8, **SPLIT_8, **IN_BACKWARD}, offload_optimizer=AUTO, offload_param=CPU
+    ),
     **REDUCING_IN_BF16,
 }
 
