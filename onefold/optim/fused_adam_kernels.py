@@ -18,6 +18,8 @@ from onefold.offload.buffer import Buffer
 from onefold.optim.rules import MASTER, Hyper, StoredTile
 
 _BLOCK = 1024
+# Elements of a program that first looks up its tile.
+_BLOCK_OF_TILES = 4096
 
 
 @triton.jit
@@ -138,7 +140,7 @@ def step_together(tiles: Sequence[StoredTile], hyper: Hyper, number: int) -> Non
             factor if factor is not None else numbers, one.skip if one.skip is not None else numbers, numbers,
             factor is not None, one.skip is not None, one.weights is not None, one.takes_over,
             float(hyper["weight_decay"]) != 0.0, bool(hyper.get("maximize")), is_aligned,
-            BLOCK=_BLOCK, enable_fp_fusion=False, num_warps=4,
+            BLOCK=_BLOCK_OF_TILES, enable_fp_fusion=False, num_warps=8,
         )  # fmt: skip
 
 
@@ -174,7 +176,7 @@ def _table_of(tiles: Sequence[StoredTile], device: torch.device) -> tuple[torch.
             addresses |= address
         size = tile.gradient.numel()
         rows.append((*row, *(0,) * (5 - len(row)), size, first))
-        sizes.append(triton.cdiv(size, _BLOCK))
+        sizes.append(triton.cdiv(size, _BLOCK_OF_TILES))
         first += sizes[-1]
     if len(_tables) >= _MAX_TABLES:
         _tables.clear()

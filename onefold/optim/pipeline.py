@@ -43,6 +43,8 @@ from onefold.runtime import Unit
 
 # Elements of a tile, by device type.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Elements of the small shards that are stepped together, by device type.
+_TOGETHER = {"cpu": TILE["cpu"], "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -217,8 +219,10 @@ class ElementwiseUpdate:
         for group, stored in by_group.items():
             rule = self._rules[group]
             assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
-            if not rule.apply_stored_together(stored, step.groups[group], step.number):
-                self._update_in_torch(rule, group, stored, step)
+            if rule.apply_stored_together(stored, step.groups[group], step.number):
+                continue
+            for some in _split(stored, TILE[stored[0].gradient.device.type]):
+                self._update_in_torch(rule, group, some, step)
 
     def _update_in_torch(self, rule: Rule, group: int, stored: Sequence[StoredTile], step: StepValues) -> None:
         """Update stored tiles of one group by kernels of torch for several tensors."""
@@ -314,9 +318,9 @@ class ElementwiseStep:
         """Step a shard whose state is on the device, now or with others."""
         if self._values is not step:  # discard what a failed step has left
             self._small, self._num_waiting, self._batches, self._num_final, self._values = [], 0, [], 0, step
-        size, tile = store.stop - store.start, TILE[store.device.type]
-        if size <= tile // 2 and self._elementwise.can_join(store):
-            if self._num_waiting + size > tile:
+        size, device = store.stop - store.start, store.device.type
+        if size <= TILE[device] // 2 and self._elementwise.can_join(store):
+            if self._num_waiting + size > _TOGETHER[device]:
                 self.step_small(step)
             self._small.append((store, gradient))
             self._num_waiting += size
@@ -347,6 +351,17 @@ class ElementwiseStep:
     def _final_batches(self) -> list[list[Unit]]:
         found, self._batches, self._num_final = self._batches[: self._num_final], self._batches[self._num_final :], 0
         return found
+
+
+def _split(tiles: Sequence[StoredTile], size: int) -> Iterator[Sequence[StoredTile]]:
+    """Split tiles into parts of at most `size` elements, which bounds the memory for their scaled gradients."""
+    start = num_elements = 0
+    for stop, tile in enumerate(tiles):
+        num_elements += tile.gradient.numel()
+        if num_elements > size and stop > start:
+            yield tiles[start:stop]
+            start, num_elements = stop, tile.gradient.numel()
+    yield tiles[start:]
 
 
 def publisher_on_device(store: ShardStore) -> Publisher:
