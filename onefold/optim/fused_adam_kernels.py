@@ -19,7 +19,7 @@ from onefold.optim.rules import MASTER, Hyper, StoredTile
 
 _BLOCK = 1024
 # Elements of a program that first looks up its tile.
-_BLOCK_OF_TILES = 4096
+_BLOCK_OF_TILES = 2048
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _step_together(
     if IS_ALIGNED:  # so that 16 bytes are loaded at once
         gradient, weights = tl.multiple_of(gradient, 16), tl.multiple_of(weights, 16)
         master, average = tl.multiple_of(master, 16), tl.multiple_of(average, 16)
-        squares = tl.multiple_of(squares, 16)
+        squares, size = tl.multiple_of(squares, 16), tl.multiple_of(size, 16)
     place = (tl.program_id(0) - tl.load(row + 6)) * BLOCK + tl.arange(0, BLOCK)
     if SKIPS:  # masks all elements
         size = tl.where(tl.load(skip) != 0.0, 0, size)
@@ -162,19 +162,20 @@ _MAX_TABLES = 256
 
 
 def _table_of(tiles: Sequence[StoredTile], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return the table of tiles, the index of the tile of each block, and whether all addresses are aligned.
+    """Return the table of tiles, the tile of each block, and whether all addresses and sizes are multiples of 16.
 
     A row has the addresses of gradient, master, moments and weight, the number of elements, and the first block.
     """
     rows: list[tuple[int, ...]] = []
     sizes = []
-    first, addresses = 0, 0
+    first = addresses = 0
     for tile in tiles:
         tensors = (tile.gradient, *_state_of(tile), *((tile.weights,) if tile.weights is not None else ()))
         row = [tensor.data_ptr() for tensor in tensors]
         for address in row:
             addresses |= address
         size = tile.gradient.numel()
+        addresses |= size
         rows.append((*row, *(0,) * (5 - len(row)), size, first))
         sizes.append(triton.cdiv(size, _BLOCK_OF_TILES))
         first += sizes[-1]
