@@ -239,7 +239,7 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 6_220,
+    "checkpoint": 6_370,
     "comm": 4_300,
     "compat": 5_760,
     "config": 3_690,
