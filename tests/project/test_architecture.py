@@ -248,7 +248,7 @@ BUDGETS = {
     "fsdp": 1_100,
     "graphs": 960,
     "offload": 4_000,
-    "optim": 6_330,
+    "optim": 6_370,
     "plan": 2_395,
     "recovery": 1_130,
     "report": 2_200,
