@@ -10,6 +10,7 @@ from typing import Any
 
 from onefold.checkpoint.format.peer_copy import (
     FOLDER_VARIABLE,
+    PROBLEM_VARIABLE,
     RESUME_VARIABLE,
     SLOTS,
     copy_name,
@@ -178,7 +179,8 @@ def _check_launcher() -> None:
                 "ONEFOLD_JOB_SECRET_FILE to a file with the same secret on all nodes, or leave the key out."
             )
         return
+    problem = os.environ.get(PROBLEM_VARIABLE, "This rank has no launcher")
     raise ConfigError(
-        f"{_KEY}: the copies outlive the ranks in the memory of a launcher, which this rank does not have. Start the "
-        "job by `onefold launch --max-restarts N` on Linux (several nodes: `--nnodes MIN:MAX`), or leave the key out."
+        f"{_KEY}: the copies outlive the ranks in the shared memory of a launcher. {problem}. Start all nodes by "
+        "`onefold launch --max-restarts N` on Linux (several nodes: `--nnodes MIN:MAX`), or leave the key out."
     )

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from onefold.checkpoint.format.manifest import Manifest
 from onefold.checkpoint.format.peer_copy import (
     HEADER,
+    PROBLEM_VARIABLE,
     RESUME_VARIABLE,
     copy_name,
     files_of,
@@ -31,11 +33,12 @@ from onefold.checkpoint.format.peer_copy import (
     make_room,
     read_complete,
     reject,
+    write_complete,
     write_header,
 )
 from onefold.checkpoint.format.shard_files import CheckpointReader, Slot, write_shard
 from onefold.job_secret import ForgedMessageError, JobSecret
-from onefold.tools.cli import copy_transfer
+from onefold.tools.cli import copy_keeper, copy_transfer
 from onefold.tools.cli.copy_keeper import CopyKeeper, publish_no_copies
 from onefold.tools.cli.copy_transfer import CHUNK, CopyClient, CopyServer, TransferError
 
@@ -226,8 +229,9 @@ def test_a_rejected_copy_and_earlier_ones_are_not_used(make_node: Callable[..., 
 def test_a_launcher_without_a_folder_leaves_all_without_copies(make_node: Callable[..., Node]) -> None:
     node, store = make_node("a"), HashStore()
     write_part(node.folder, name_of(1, num_ranks=1), 0, 1)
-    publish_no_copies(store, 1)
-    assert node.keeper.begin(store, 0, 2, [0], lambda: None) == {}
+    publish_no_copies(store, 1, "Node 1 has none")
+    assert node.keeper.begin(store, 0, 2, [0], lambda: None) == {PROBLEM_VARIABLE: "Node 1 has none"}
+    assert not list_copies(node.folder), "a later start must not resume from them"
 
 
 def test_a_node_that_does_not_answer_is_asked_once(make_node: Callable[..., Node]) -> None:
@@ -313,6 +317,58 @@ def test_a_copy_is_not_complete_while_a_rank_of_a_node_still_writes(
     assert read_complete(nodes[0].folder) is None, "rank 3 has not written its shard"
     write_part(nodes[1].folder, name, 3, 4)
     wait_until(lambda: read_complete(nodes[0].folder) == name, 20)
+
+
+@pytest.mark.parametrize("waits", ["for a connection", "for the store"])
+def test_a_mirror_of_the_last_start_records_nothing_after_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """The thread still waits when the next start records its own complete copy."""
+    entered, go, clients = threading.Event(), threading.Event(), list[CopyClient]()
+
+    def wait(is_waiting: bool) -> None:
+        if is_waiting:
+            entered.set()
+            assert go.wait(20)
+
+    def connect(*arguments: Any) -> CopyClient:
+        wait(waits == "for a connection")
+        clients.append(CopyClient(*arguments))
+        return clients[-1]
+
+    class SlowStore:
+        """A store whose replies arrive late."""
+
+        def __init__(self) -> None:
+            self.inner = HashStore()
+
+        def get(self, key: str) -> bytes:
+            found = self.inner.get(key)
+            wait(waits == "for the store")
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    own, other, store = tmp_path / "own", tmp_path / "other", SlowStore()
+    own.mkdir()
+    for rank in (0, 1):
+        write_part(other, name_of(1), rank, 2)
+    store.set("onefold/copies/mirrored/1", name_of(1))
+    monkeypatch.setattr(copy_keeper, "CopyClient", connect)
+    with closing(CopyServer(other, SECRET, "127.0.0.1")) as server:
+        mirror = copy_keeper._Mirror(own, SECRET, store, 0, 2, server.address, [1])
+        try:
+            assert entered.wait(20)
+            mirror.end()
+            write_complete(own, name_of(7))
+        finally:
+            go.set()
+        mirror._thread.join(20)
+        assert not mirror._thread.is_alive()
+        assert read_complete(own) == name_of(7)
+        assert [client._connection.fileno() for client in clients] == [-1]
+        assert store.check(["onefold/copies/mirrored/0"]) == (waits == "for the store")
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from models import config, first_difference, flip, net, start, train
 
 from onefold import Engine
+from onefold.checkpoint.format import folder as checkpoint_folder
 from onefold.checkpoint.format.peer_copy import (
     FOLDER_VARIABLE,
+    PROBLEM_VARIABLE,
     RESUME_VARIABLE,
     join_copy,
     list_copies,
@@ -26,6 +28,7 @@ from onefold.checkpoint.format.peer_copy import (
     read_rejected,
 )
 from onefold.checkpoint.saving import rank_shard_writer
+from onefold.checkpoint.saving.rank_shard_writer import SaveError
 from onefold.compat import deepspeed
 from onefold.engine.peer_copies import PeerCopies
 from onefold.errors import ConfigError
@@ -223,6 +226,60 @@ def test_a_copy_follows_one_that_has_failed(on_ranks: Any, tmp_path: Path, rank:
     assert [number for _, number in found] == [int(rank == 0), int(rank == 1)]
 
 
+def goes_on_after_a_declined_start(folder: str) -> list[str]:
+    """The second copy fails, and the third one cannot begin. Return the numbers of the complete copies after steps."""
+    write, make = rank_shard_writer.write_shard, checkpoint_folder.new_data_folder
+
+    def write_or_fail(path: Path, *arguments: Any) -> Any:
+        if "-00000002-" in str(path):
+            raise OSError("no space left")
+        return write(path, *arguments)
+
+    def make_or_fail(path: Any, **options: Any) -> Any:
+        if "-00000003-" in str(path):
+            raise OSError("no space left")
+        return make(path, **options)
+
+    with launched(folder, []):
+        engine, numbers = start(net(), settings(every=1)), []
+        rank_shard_writer.write_shard, checkpoint_folder.new_data_folder = write_or_fail, make_or_fail
+        try:
+            for step in range(5):
+                train(engine, 1, seed=step)
+                engine.wait_for_checkpoint()
+                dist.barrier()
+                numbers.append((read_complete(Path(folder)) or "")[12:20])
+                dist.barrier()
+        finally:
+            rank_shard_writer.write_shard, checkpoint_folder.new_data_folder = write, make
+        engine.destroy()
+    return numbers
+
+
+def test_copies_follow_a_failure_and_a_start_that_was_declined(on_ranks: Any, tmp_path: Path) -> None:
+    expected = [f"{number:08}" for number in (1, 1, 1, 4, 5)]
+    assert on_ranks(2, goes_on_after_a_declined_start, str(tmp_path)) == [expected] * 2
+
+
+def raises_in_client_state(folder: str) -> str:
+    def fail() -> dict[str, Any]:
+        raise OSError("the position cannot be read")
+
+    with launched(folder, []):
+        engine = start(net(), settings(every=1))
+        engine.set_client_state_of_copies(fail)
+        with pytest.raises((OSError, SaveError)) as caught:
+            train(engine, 1)
+        engine.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_error_of_the_client_state_is_raised_on_all_ranks(on_ranks: Any, tmp_path: Path) -> None:
+    """It is no lack of space, for which a copy would be declined."""
+    own = "OSError: the position cannot be read"
+    assert on_ranks(2, raises_in_client_state, str(tmp_path)) == [own, f"SaveError: rank 0 cannot save: {own}"]
+
+
 def copies_of_two_engines(folder: str) -> list[str]:
     with launched(folder, []):
         for _ in range(2):
@@ -282,6 +339,8 @@ def refusals(folder: str) -> list[str]:
         texts.append(str(caught.value))
 
     refused(lambda: start(net(), settings()))
+    refused(lambda: start(net(), settings()), **{PROBLEM_VARIABLE: "Node 1 (b) has none: no space"})
+    del os.environ[PROBLEM_VARIABLE]
     with launched(folder, []):
         refused(lambda: start_engine(None, SimpleNamespace(document=settings())))  # type: ignore[arg-type]
         refused(lambda: deepspeed.initialize(model=net(), config=settings()))
@@ -294,7 +353,13 @@ def refusals(folder: str) -> list[str]:
 
 
 def test_what_copies_need_is_named(on_ranks: Any, tmp_path: Path) -> None:
-    told = ["onefold launch --max-restarts N", "set --save-every", "behind DeepSpeed's names", "another engine"]
+    told = ["This rank has no launcher. Start all nodes by `onefold launch --max-restarts N`"]
+    told += [
+        "launcher. Node 1 (b) has none: no space. Start",
+        "set --save-every",
+        "behind DeepSpeed's names",
+        "another engine",
+    ]
     told.append("ONEFOLD_JOB_SECRET_FILE")
     for texts in on_ranks(2, refusals, str(tmp_path)):
         assert len(texts) == len(told)

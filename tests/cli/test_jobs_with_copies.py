@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -98,6 +99,13 @@ def test_ranks_resume_from_memory_after_one_is_killed(job: MarkedJob) -> None:
     assert of_start(job, 1)[0].norm == of_start(job, 0)[-1].norm
     assert not folder.exists(), "the launcher removes the copies"
     assert copy.parent == folder
+
+
+def test_a_launcher_that_does_not_restart_ranks_is_named(job: MarkedJob) -> None:
+    launcher = launch(job, "--nproc", "1")
+    _, stderr = launcher.communicate(timeout=240)
+    assert launcher.returncode
+    assert f"Node 0 ({socket.gethostname()}) has none: its launcher does not restart ranks. Start all" in stderr
 
 
 @pytest.mark.slow

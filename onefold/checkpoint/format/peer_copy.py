@@ -39,6 +39,8 @@ from onefold.storage.place import read_small, replace_file
 
 # The variables with the folder of the node, and with the names of the copies from which a restarted rank may resume.
 FOLDER_VARIABLE, RESUME_VARIABLE = "ONEFOLD_PEER_COPIES", "ONEFOLD_PEER_COPIES_TO_RESUME"
+# The variable that names a node without a folder for copies, and the reason.
+PROBLEM_VARIABLE = "ONEFOLD_PEER_COPIES_PROBLEM"
 HEADER, COMPLETE, REJECTED = "header.json", "complete", "rejected"
 # The newest complete copy, and one that is being written or was complete before.
 SLOTS = 2

@@ -65,7 +65,7 @@ class SaveCoordinator:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.failed_copy = ""
-        """The name of the last peer copy that failed. Rank 0 knows of the failures of all ranks."""
+        """The name of the last peer copy that failed. On rank 0, on any rank; elsewhere, on this rank."""
         self._stop = threading.Event()
         self._listener: threading.Thread | None = None
         if board.group.size > 1:
@@ -125,7 +125,7 @@ class SaveCoordinator:
                     slots, conclude = [], partial(self._participant.await_verdict, request)
             except CopyDeclined as declined:
                 if str(declined):
-                    self._fail_copy(options.tag, declined)
+                    _warn_of_copy(declined)
                 return ""
             if self._thread is not None:  # rank 0 has concluded the save before
                 self._thread.join()
@@ -136,7 +136,7 @@ class SaveCoordinator:
     def _fail_copy(self, name: str, error: Exception) -> None:
         self.failed_copy = name
         if self._rank == 0:
-            logger.warning("onefold.peer_copies: %s. The last complete copy is kept", error)
+            _warn_of_copy(error)
 
     def _participate(
         self,
@@ -300,6 +300,10 @@ class SaveCoordinator:
             logger.exception("rank %d cannot join the save of %s", self._rank, writer.request.tag)
 
 
+def _warn_of_copy(error: Exception) -> None:
+    logger.warning("onefold.peer_copies: %s. The last complete copy is kept", error)
+
+
 @contextmanager
 def _failing_together(writer: RankShardWriter, conclude: Callable[[], None]) -> Iterator[None]:
     """Report an error of the block to all ranks, and conclude the save, which raises the errors of all ranks."""
@@ -359,7 +363,7 @@ class SavePublisher:
         A full disk declines a peer copy, on all ranks.
         """
         self._number += 1
-        steps, lock = owner.steps_done(), ExitStack()
+        steps, lock, header = owner.steps_done(), ExitStack(), None
         try:
             header = make_header()
             if steps is None:
@@ -374,20 +378,22 @@ class SavePublisher:
         except BaseException as error:
             lock.close()
             refused = f"{type(error).__name__}: {error}"
-            declines = is_copy and isinstance(error, OSError)
+            # Without a header, the error is one of the program.
+            is_of_storage = header is not None and isinstance(error, OSError)
+            declines = is_copy and is_of_storage
             with suppress(RuntimeError):  # the store may be unreachable
                 note = {"number": self._number, "steps": steps, "tag": options.tag}
                 self._post({**note, "refused": BUSY if declines else refused})
             if declines:
                 raise CopyDeclined(f"the copy {options.tag} cannot begin: {error}") from error
-            if isinstance(error, OSError):
+            if is_of_storage:
                 raise SaveError(f"cannot save to {options.save_dir}, tag {options.tag}: {error}") from error
             raise
         slots = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
         return StartedSave(request, replace(header, state=tree), slots, lock)
 
     def decline(self, owner: Savable, tag: str) -> None:
-        """Tell the other ranks that no peer copy begins now."""
+        """Post to the other ranks that no peer copy begins now."""
         self._number += 1
         self._post({"number": self._number, "steps": owner.steps_done(), "tag": tag, "refused": BUSY})
 

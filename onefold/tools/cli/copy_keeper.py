@@ -26,6 +26,7 @@ from onefold.checkpoint.format.folder import examine
 from onefold.checkpoint.format.peer_copy import (
     COMPLETE,
     FOLDER_VARIABLE,
+    PROBLEM_VARIABLE,
     RESUME_VARIABLE,
     SLOTS,
     files_of,
@@ -77,8 +78,9 @@ class CopyKeeper:
         address, rejected = self._server.address if self._server is not None else None, read_rejected(self.folder)
         row = {"address": address, "ranks": list(ranks), "files": held, "rejected": rejected}
         rows = exchange("held", row)
-        if None in rows:  # a launcher without a folder for copies
-            return {}
+        if problems := [str(row["problem"]) for row in rows if "problem" in row]:
+            self._keep([])
+            return {PROBLEM_VARIABLE: problems[0]}
         of_nodes = [checked_files(row["files"]) for row in rows]
         newest_rejected = max((row["rejected"] for row in rows if is_copy_name(row["rejected"])), default="")
         agreed = list[str]()
@@ -89,18 +91,22 @@ class CopyKeeper:
                     is_ready = self._prepare(name, _missing(name, of_nodes[node], of_nodes), sources)
                     if all(exchange(f"ready/{name}", is_ready)):
                         agreed.append(name)
-        for name in list_copies(self.folder):
-            if name not in agreed:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-        (self.folder / COMPLETE).unlink(missing_ok=True)
-        if agreed:
-            write_complete(self.folder, agreed[0])
+        self._keep(agreed)
         if num_nodes > 1 and self._server is not None:
             before = rows[node - 1]
             self._mirror = _Mirror(
                 self.folder, self._secret, store, node, num_nodes, before["address"], before["ranks"]
             )
         return {FOLDER_VARIABLE: str(self.folder), RESUME_VARIABLE: ",".join(agreed)}
+
+    def _keep(self, agreed: Sequence[str]) -> None:
+        """Remove all copies but these, of which the first one is complete."""
+        for name in list_copies(self.folder):
+            if name not in agreed:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / COMPLETE).unlink(missing_ok=True)
+        if agreed:
+            write_complete(self.folder, agreed[0])
 
     def _prepare(self, name: str, missing: Mapping[str, int], sources: _Sources) -> bool:
         """Fetch the missing files of a copy, and join it. Return whether it is complete and not damaged."""
@@ -174,9 +180,9 @@ class _Sources:
         raise problem
 
 
-def publish_no_copies(store: Any, node: int) -> None:
-    """Tell the other launchers of a start that this one has no folder for copies."""
-    store.set(f"onefold/copies/held/{node}", json.dumps(None))
+def publish_no_copies(store: Any, node: int, problem: str) -> None:
+    """Publish to the other launchers of a start that this one has no folder for copies, and why."""
+    store.set(f"onefold/copies/held/{node}", json.dumps({"problem": problem}))
 
 
 def _await(store: Any, key: str, check_nodes: Callable[[], None]) -> Any:
@@ -219,23 +225,27 @@ class _Mirror:
         self._client: CopyClient | None = None
         self._mirrored = self._complete = ""
         self._stop = threading.Event()
+        # Held while the thread does what must not follow `end`, but not for calls of the store, which may not reply.
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="onefold-copy-mirror", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread, also while it waits for a node that does not answer."""
-        self._stop.set()
-        if self._client is not None:
-            self._client.close()
+        """Request the end of the thread, which may wait for a node that does not reply. It records nothing later."""
+        with self._lock:
+            self._stop.set()
+            client = self._client
+        if client is not None:
+            client.close()
         self._thread.join(timeout=1)
 
     def _run(self) -> None:
         failures = 0
         while not self._stop.wait(_PERIOD):
             try:
-                if self._client is None:
-                    self._client = CopyClient(self._address, self._secret)
-                self._fetch_new(self._client)
+                if (client := self._connected()) is None:
+                    return
+                self._fetch_new(client)
                 self._record_complete()
                 failures = 0
             except (OSError, ValueError, RuntimeError) as error:  # the agent notices lost nodes and the lost store
@@ -247,6 +257,16 @@ class _Mirror:
                     print_error(f"onefold: the peer copies of node {self._address[0]} cannot be mirrored: {error}")
                 self._stop.wait(1)
 
+    def _connected(self) -> CopyClient | None:
+        """Return the connection to the other node, or None if the thread must end."""
+        client = self._client or CopyClient(self._address, self._secret)
+        with self._lock:
+            if not self._stop.is_set():
+                self._client = client
+                return client
+        client.close()
+        return None
+
     def _fetch_new(self, client: CopyClient) -> None:
         for name, files in sorted(client.list_files().items()):
             wanted = {file: size for file, size in files.items() if rank_of(file) in self._ranks}
@@ -256,7 +276,7 @@ class _Mirror:
                 if self._stop.is_set():
                     return
                 client.fetch(self._folder, name, file, wanted[file])
-            if not missing_files(wanted, self._ranks):
+            if not missing_files(wanted, self._ranks) and not self._stop.is_set():
                 self._mirrored = name
                 self._store.set(f"onefold/copies/mirrored/{self._node}", name)
 
@@ -265,9 +285,10 @@ class _Mirror:
         keys = [f"onefold/copies/mirrored/{node}" for node in range(self._num_nodes)]
         if self._node == 0 and self._store.check(keys):
             complete = min(self._store.get(key).decode() for key in keys)
-            if complete != self._complete:
-                self._complete = complete
-                write_complete(self._folder, complete)
+            with self._lock:
+                if complete != self._complete and not self._stop.is_set():
+                    self._complete = complete
+                    write_complete(self._folder, complete)
 
 
 def _place_in_order(file: str) -> tuple[int, str]:

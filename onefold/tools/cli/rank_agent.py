@@ -43,7 +43,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from onefold.checkpoint.format.peer_copy import FOLDER_VARIABLE, RESUME_VARIABLE
+from onefold.checkpoint.format.peer_copy import FOLDER_VARIABLE, PROBLEM_VARIABLE, RESUME_VARIABLE
 from onefold.job_secret import JOB_SECRET, JOB_SECRET_FILE, JobSecret
 from onefold.stop_signals import FORWARDED, SAME_SIGNAL_SECONDS, STOP_SECONDS_FILE
 from onefold.tools.cli.copy_keeper import CopyKeeper, publish_no_copies
@@ -85,9 +85,9 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         spec: WorkerSpec,
         folder: str,
         secret: JobSecret,
+        copies: CopyKeeper | str,  # or why this node has none
         is_elastic: bool = False,
         fork_server: ForkServer | None = None,
-        copies: CopyKeeper | None = None,
     ) -> None:
         super().__init__(spec)
         self._secret = secret
@@ -133,7 +133,7 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         with self._signals_deferred():
             for worker in worker_group.workers:
                 # The secret file is for launchers, and the folder of copies may be that of an outer launcher.
-                outer = (JOB_SECRET_FILE, FOLDER_VARIABLE, RESUME_VARIABLE)
+                outer = (JOB_SECRET_FILE, FOLDER_VARIABLE, RESUME_VARIABLE, PROBLEM_VARIABLE)
                 inherited = {name: value for name, value in os.environ.items() if name not in outer}
                 environment = {**inherited, **self._environment(worker, worker_group, starts, restarts), **of_copies}
                 process = self._start_process(command, environment)
@@ -269,12 +269,13 @@ class RankAgent(SimpleElasticAgent):  # type: ignore[misc]
         return starts, restarts
 
     def _agree_on_copies(self, worker_group: WorkerGroup) -> dict[str, str]:
-        """Return the variables that tell ranks where their peer copies are, and from which they may resume."""
+        """Return the variables with the folder of the peer copies of the ranks, and those to resume from."""
         group: Any = worker_group
-        if self._copies is None:
+        if isinstance(self._copies, str):
+            problem = f"Node {group.group_rank} ({socket.gethostname()}) has none: {self._copies}"
             if self._nodes is not None:
-                publish_no_copies(group.store, group.group_rank)
-            return {}
+                publish_no_copies(group.store, group.group_rank, problem)
+            return {PROBLEM_VARIABLE: problem}
         checked = time.monotonic()
 
         def check_nodes() -> None:

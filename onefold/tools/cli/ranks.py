@@ -156,7 +156,7 @@ def _store_name(job: Job) -> str:
     return f"{host}:{port}"
 
 
-def _run_agent(command: Sequence[str], job: Job, folder: str, copies: str | None) -> int:
+def _run_agent(command: Sequence[str], job: Job, folder: str, copies: Path | str) -> int:
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
@@ -172,8 +172,8 @@ def _run_agent(command: Sequence[str], job: Job, folder: str, copies: str | None
 
         fork_server = ForkServer()  # before the threads of the rendezvous
     spec = job.worker_spec(command, folder, secret)
-    keeper = _copy_keeper(job, copies, secret)
-    agent = RankAgent(spec, folder, secret, job.is_elastic, fork_server, keeper)
+    keeper = copies if isinstance(copies, str) else _copy_keeper(job, copies, secret)
+    agent = RankAgent(spec, folder, secret, keeper, job.is_elastic, fork_server)
     is_left_open = False
     try:
         with agent.signals_handled():
@@ -206,7 +206,7 @@ def _run_agent(command: Sequence[str], job: Job, folder: str, copies: str | None
     finally:
         if fork_server is not None:
             fork_server.close()
-        if keeper is not None:
+        if not isinstance(keeper, str):
             keeper.close()
         if not is_left_open:
             spec.rdzv_handler.shutdown()
@@ -234,29 +234,26 @@ def _job_secret(job: Job) -> JobSecret:
     return secret
 
 
-def _copy_keeper(job: Job, folder: str | None, secret: JobSecret) -> CopyKeeper | None:
-    """Return the keeper of the peer copies of this node, for a job that can restart."""
-    if folder is None:
-        return None
+def _copy_keeper(job: Job, folder: Path, secret: JobSecret) -> CopyKeeper:
+    """Return the keeper of the peer copies of this node."""
     from onefold.tools.cli.copy_keeper import CopyKeeper
     from onefold.tools.cli.rendezvous import own_address
 
     host = None if job.num_nodes == 1 else own_address(*job.store_address) or socket.gethostname()
-    return CopyKeeper(Path(folder), secret, host)
+    return CopyKeeper(folder, secret, host)
 
 
 @contextmanager
-def _copies_folder(job: Job) -> Iterator[str | None]:
-    """Return a folder in shared memory for the peer copies of a job that can restart, or None."""
-    if not job.can_restart or not os.path.isdir(_SHARED_MEMORY):
-        yield None
+def _copies_folder(job: Job) -> Iterator[Path | str]:
+    """Return a folder in shared memory for the peer copies of a job that can restart, or why there is none."""
+    if not job.can_restart:
+        yield "its launcher does not restart ranks"
         return
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(_locked_folder(_COPIES_PREFIX, _SHARED_MEMORY))
+            folder: Path | str = Path(stack.enter_context(_locked_folder(_COPIES_PREFIX, _SHARED_MEMORY)))
         except OSError as error:
-            print_error(f"onefold: this node has no peer copies ({error})")
-            folder = None
+            folder = f"{_SHARED_MEMORY}: {error.strerror or error}"
         yield folder
 
 
