@@ -11,9 +11,15 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 # Tests start hundreds of interpreters: without compiled files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs site bench bench-network matrix dist install-as-deepspeed clean
+# An environment with another release of torch is installed again.
+INSTALLED := $(shell sed -n 's/^torch==//p' $(VENV)/constraints.txt 2>/dev/null)
+ifneq ($(filter-out $(TORCH),$(INSTALLED)),)
+.PHONY: $(STAMP)
+endif
 
-$(STAMP): pyproject.toml constraints.txt
+.PHONY: train check test test-of test-programs test-slow test-gpu mutants soak kills lint format docs site bench bench-network matrix dist release-check install-as-deepspeed clean
+
+$(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev,plots]'
@@ -86,11 +92,16 @@ dist: $(STAMP)  ## the sdist and the wheel of a release in dist/, checked; the w
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
+release-check:  ## that the tag of a release fits its version and its dated section of CHANGELOG; TAG=v0.2.0
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' onefold/version.py); \
+	test "$$TAG" = "v$$version" || { echo "the tag '$$TAG' is not v$$version of onefold/version.py" >&2; exit 1; }; \
+	grep -Eq "^## $$version \([0-9]{4}-[0-9]{2}-[0-9]{2}\)" CHANGELOG.md || { echo "CHANGELOG.md has no section '## $$version (YYYY-MM-DD)'" >&2; exit 1; }
+
 # Built in a copy, because setuptools leaves build/ where it builds.
 install-as-deepspeed:  ## onefold under the name of DeepSpeed, in the environment of $(PYTHON); refuses beside a real one
 	@found=$$($(PYTHON) -c "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='deepspeed')), ''))"); \
 	case "$$found" in ""|*+onefold) ;; *) echo "DeepSpeed $$found is installed here; pip uninstall deepspeed first" >&2; exit 1;; esac
-	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -R pyproject.toml README.md LICENSE onefold packaging "$$copy" && \
+	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -R pyproject.toml setup.py README.md LICENSE onefold packaging "$$copy" && \
 	$(PYTHON) -m pip install --disable-pip-version-check "$$copy" "$$copy/packaging/deepspeed"
 
 clean:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import json
 import os
 import pickle
@@ -28,9 +31,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from onefold.checkpoint.dcp.dcp_checkpoint import read_dcp
+from onefold.checkpoint.dcp.dcp_checkpoint import ACCELERATE, read_dcp
 from onefold.checkpoint.dcp.dcp_metadata import METADATA, DcpFolder
+from onefold.checkpoint.dcp.dcp_writer import PARTIAL
 from onefold.checkpoint.deepspeed.torch_files import RefusedPickle
+from onefold.checkpoint.format import plain_data
+from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.tools.export import ExportError, export
 from onefold.checkpoint.tools.import_checkpoint import import_dcp
 from onefold.tools.cli.main import main
@@ -171,7 +177,7 @@ def continue_in_onefold(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, on_ranks: OnRanks) -> Callable[[str], tuple[Path, Any]]:
-    """What three ranks of FSDP2 saved in a layout, once."""
+    """Return a function that saves in a layout on three ranks of FSDP2, once, and returns folder and tensors."""
     done: dict[str, tuple[Path, Any]] = {}
 
     def write(layout: str, kind: str = "AdamW") -> tuple[Path, Any]:
@@ -216,7 +222,7 @@ def test_what_is_not_model_or_optimizer_becomes_schedule_and_client_state(writte
     assert pickle.loads(titan.state["client_state"]["dataloader"]["dp_rank_2"]) == {"position": 2}
     accelerate = read_dcp(written("accelerate")[0])
     assert accelerate.state["lr_scheduler"]["last_epoch"] == 0
-    assert accelerate.left_out == ["random_states_0.pkl"]
+    assert accelerate.left_out == ["random_states_0.pkl", "trainer_state.json"]
     older = read_dcp(written("torchtitan")[0], "step-2")
     assert (older.state["optimizer"], len(older.sources)) == (None, len(titan.model_names))
 
@@ -285,8 +291,36 @@ def test_an_export_leaves_no_half_of_a_folder(written: Any, tmp_path: Path, monk
     (tmp_path / "out" / "other").touch()
     with pytest.raises(ExportError, match="is not empty"):
         export(tmp_path / "ours", tmp_path / "out", file_format="dcp")
+    to_dcp = ["export", str(tmp_path / "ours"), str(tmp_path / "new"), "--format", "dcp"]
+    assert main([*to_dcp, "--max-shard-size", "5GB"]) == 2
     with pytest.raises(ExportError, match="max_shard_size"):
         export(tmp_path / "ours", tmp_path / "new", file_format="dcp", max_shard_size="1GB")
+
+
+@pytest.mark.parametrize("out", [".", "new", "new/..", "../link"])
+def test_an_export_to_any_empty_folder(written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    """Export by any path, also where a killed export has left files."""
+    import_dcp(written("nested")[0], tmp_path / "ours")
+    (tmp_path / "work" / f"killed{PARTIAL}").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    found = export(tmp_path / "ours", out, file_format="dcp")
+    assert [file.name for file in found.files] == sorted(os.listdir(Path(out).resolve()))
+    assert read_dcp(out).model_names
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_states_without_the_shape_of_their_parameter_are_not_exported(tmp_path: Path, on_ranks: OnRanks) -> None:
+    on_ranks(1, save_shampoo, str(tmp_path / "saved"))
+    with pytest.raises(ExportError, match=r"states of Shampoo \(.*safetensors or bin"):
+        export(tmp_path / "saved", tmp_path / "out", file_format="dcp")
+    assert not (tmp_path / "out").exists()
+
+
+def save_shampoo(folder: str) -> None:
+    engine = start(net(), config(2, optimizer={"type": "Shampoo", "params": {"lr": 1e-2}}))
+    train(engine, 1, seed=0)
+    engine.save_checkpoint(folder, tag="saved")
 
 
 def save_alone(state: dict[str, Any], folder: Path) -> Path:
@@ -296,7 +330,11 @@ def save_alone(state: dict[str, Any], folder: Path) -> Path:
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 ADAM = {"step": torch.tensor(3.0), "exp_avg": WEIGHT, "exp_avg_sq": WEIGHT}
-GROUP = {"lr": 0.1, "params": ["a"]}
+GROUP = {"lr": 0.1, "amsgrad": False, "params": ["a"]}
+
+
+def with_groups(*groups: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": {"state": {"a": ADAM}, "param_groups": [{**GROUP, **group} for group in groups]}}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -306,7 +344,7 @@ def test_tensors_of_one_process_and_masters(tmp_path: Path) -> None:
     optimizer = {"state": state, "param_groups": [{**GROUP, "lr": torch.tensor(0.5)}]}
     found = read_dcp(save_alone({"model": {"a": WEIGHT.bfloat16()}, "optimizer": optimizer}, tmp_path / "saved"))
     assert first_difference(dict(found.tensors())["model/a"], WEIGHT + 0.125) is None
-    assert found.state["optimizer"]["groups"] == [{"lr": 0.5}]
+    assert found.state["optimizer"]["groups"] == [{"lr": 0.5, "amsgrad": False}]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -353,12 +391,29 @@ def load_tied(folder: str, source: str) -> dict[str, torch.Tensor]:
                 "model": {"a": WEIGHT, "b": WEIGHT},
                 "optimizer": {
                     "state": {"a": ADAM, "b": {"step": 4}},
-                    "param_groups": [{"params": ["a", "b"]}],
+                    "param_groups": [{**GROUP, "params": ["a", "b"]}],
                 },
             },
             r"different number of times: \[3, 4\]",
         ),
         ({"model": {"a": WEIGHT}, "optim": {"x": 1}, "optimizer": {"x": 1}}, "both optimizer and optim"),
+        ({"model": {"a": WEIGHT}, "scheduler": {"x": 1}, "lr_scheduler": {"x": 1}}, "both lr_scheduler and scheduler"),
+        ({"model": {"a": WEIGHT}, "app": {"model": {"a": WEIGHT}}}, "'model' is inside of 'app'.*--leave-out app"),
+        ({"epoch": 1, "app": {"model": {"a": WEIGHT}, "epoch": 2}}, "'epoch' is inside of 'app'"),
+        ({"model": WEIGHT}, "'model' is one value"),
+        ({"a": WEIGHT, "step": torch.tensor(5)}, "'step' is a scalar.*--leave-out step"),
+        ({"model": {"a": WEIGHT}, **with_groups({"lr": torch.ones(3)})}, "'lr' of parameter group 0 is a tensor"),
+        ({"model": {"a": WEIGHT}, **with_groups({}, {})}, "'a' is in several parameter groups"),
+        (
+            {"model": {"a": WEIGHT}, "lr_scheduler": {"_schedulers": [{"a": 1}, {}, {"a": 2}]}},
+            r"lr_scheduler\._schedulers is an incomplete list",
+        ),
+        (
+            {"model": {"a": WEIGHT}, "lr_scheduler": {"base_lrs": [0.1, 0.1], "lr_lambdas": [{"a": 1}, {}]}},
+            r"lr_scheduler\.lr_lambdas is incomplete",
+        ),
+        ({"model": {"a": WEIGHT}, "lr_scheduler": {"drops": {9: 0.1}}}, r"lr_scheduler\.drops has keys that may have"),
+        ({"model": {"a": torch.zeros(2, dtype=torch.complex128)}}, r"'model\.a' is of torch\.complex128"),
         ({"model": {"a": WEIGHT}, "ema": {"a": torch.zeros(1025, 1025)}}, "Leave it out with --leave-out ema"),
         ({"model": {"a": WEIGHT}, "config": Path("x")}, "requests pathlib.*--leave-out config"),
     ],
@@ -371,6 +426,175 @@ def test_unknown_contents_are_named(tmp_path: Path, state: dict[str, Any], messa
     if "--leave-out" in message:
         key = message.rpartition(" ")[2]
         assert read_dcp(tmp_path / "saved", leave_out=[key]).left_out == [key]
+
+
+def fraction(epoch: int, *, power: float = 1.0) -> float:
+    return float((1 / (1 + epoch)) ** power)
+
+
+class Fraction:
+    """A callable with attributes, which torch's schedules save."""
+
+    def __init__(self) -> None:
+        self.power = 0.5
+
+    def __call__(self, epoch: int) -> float:
+        return fraction(int(epoch), power=self.power)
+
+
+LR = torch.optim.lr_scheduler
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "ChainedScheduler": lambda o: LR.ChainedScheduler([LR.LinearLR(o), LR.ExponentialLR(o, 0.9)]),
+    "ConstantLR": LR.ConstantLR,
+    "CosineAnnealingLR": lambda o: LR.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: LR.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: LR.CyclicLR(o, 0.1, 1.0, 3),
+    "CyclicLR of a callable": lambda o: LR.CyclicLR(o, 0.1, 1.0, 3, scale_fn=functools.partial(fraction)),
+    "ExponentialLR": lambda o: LR.ExponentialLR(o, 0.9),
+    "LambdaLR": lambda o: LR.LambdaLR(o, lambda epoch: fraction(epoch)),
+    "LambdaLR of a partial": lambda o: LR.LambdaLR(o, functools.partial(fraction, power=2.0)),
+    "LambdaLR of a callable": lambda o: LR.LambdaLR(o, Fraction()),
+    "LinearLR": LR.LinearLR,
+    "MultiStepLR": lambda o: LR.MultiStepLR(o, [3, 6, 6]),
+    "MultiplicativeLR": lambda o: LR.MultiplicativeLR(o, functools.partial(fraction)),
+    "OneCycleLR": lambda o: LR.OneCycleLR(o, 1.0, 20),
+    "PolynomialLR": lambda o: LR.PolynomialLR(o, 9),
+    "ReduceLROnPlateau": lambda o: LR.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: LR.SequentialLR(o, [LR.LambdaLR(o, Fraction()), LR.MultiStepLR(o, [2, 4])], [4]),
+    "StepLR": lambda o: LR.StepLR(o, 2),
+}
+
+
+def test_every_schedule_of_torch_is_listed() -> None:
+    found = {name for name, each in vars(LR).items() if isinstance(each, type) and issubclass(each, LR.LRScheduler)}
+    assert found - SCHEDULES.keys() == {"LRScheduler", "_LRScheduler"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("ignore")
+def test_schedules_continue(tmp_path: Path, name: str) -> None:
+    """Compare the state, and the rates of seven more steps, with those of a schedule that was not saved."""
+
+    def make() -> tuple[torch.optim.Optimizer, Any]:
+        parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
+        optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=1.0, momentum=0.9)
+        return optimizer, SCHEDULES[name](optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            found += [group["lr"] for group in optimizer.param_groups]
+        return found
+
+    optimizer, schedule = make()
+    rates(optimizer, schedule, 2)
+    saved = save_alone({"model": {"a": WEIGHT}, "lr_scheduler": schedule.state_dict()}, tmp_path / "saved")
+    other, loaded = make()
+    state = plain_data.decode(*plain_data.encode(read_dcp(saved).state["lr_scheduler"], "state"))
+    loaded.load_state_dict(copy.deepcopy(state))
+    other.load_state_dict(optimizer.state_dict())
+    assert state == schedule.state_dict()
+    assert rates(other, loaded, 7) == rates(optimizer, schedule, 7)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("RAdam", "no 'amsgrad'.*RAdam"), ("SparseAdam", "no 'amsgrad'.*RAdam"), ("Muon", "no 'dampening'.*Muon"),
+    ("NAdam", "no 'amsgrad'.*RAdam"), ("Adamax", "exp_inf"), ("RMSprop", "square_avg"), ("Adafactor", "_var"),
+    ("Adam", ""), ("SGD", ""), ("Adagrad", ""),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_states_of_other_optimizers_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    parameter = nn.Parameter(WEIGHT.clone())
+    optimizer = getattr(torch.optim, name)([parameter], **{"lr": 0.1, **({"momentum": 0.9} if name == "SGD" else {})})
+    parameter.grad = torch.ones(2, 3).to_sparse() if name == "SparseAdam" else torch.ones(2, 3)
+    optimizer.step()
+    groups = [{**optimizer.param_groups[0], "params": ["a"]}]
+    state = {"model": {"a": WEIGHT}, "optimizer": {"state": {"a": optimizer.state[parameter]}, "param_groups": groups}}
+    save_alone(state, tmp_path / "saved")
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        read_dcp(tmp_path / "saved")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_equal_groups_stay_apart_and_flattened_ones_are_joined(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"a": WEIGHT.clone(), "b": WEIGHT.clone(), "c": WEIGHT.clone()})
+    groups = [{"params": [model["a"]]}, {"params": [model["b"]]}, {"params": [model["c"]], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    sum(each.sum() for each in model.values()).backward()
+    optimizer.step()
+    for options, expected in ((None, {"a": 0, "b": 1, "c": 2}), (FLAT, {"a": 0, "b": 0, "c": 1})):
+        folder = tmp_path / str(len(set(expected.values())))
+        save_alone(state_of(model, optimizer, options), folder / "saved")
+        assert read_dcp(folder / "saved").parameters == expected
+        import_dcp(folder / "saved", folder / "ours")
+        export(folder / "ours", folder / "theirs", file_format="dcp")
+        if options is None:
+            optimizer.param_groups[0]["initial_lr"] = 7.0
+            for group in optimizer.param_groups[1:]:
+                group["initial_lr"] = 7.0
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=folder / "theirs", no_dist=True)
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            found = [(group["lr"], group["initial_lr"], group["momentum"]) for group in optimizer.param_groups]
+            assert found == [(0.1, 0.1, 0.9), (0.1, 0.1, 0.9), (0.5, 0.5, 0.9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16])
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_newer_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = torch.arange(6).view(2, 3).to(dtype)
+    found = dict(read_dcp(save_alone({"model": {"a": value}}, tmp_path / "saved")).tensors())["model/a"]
+    assert found.dtype is dtype
+    assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_incomplete_newest_step_is_named(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save_alone({"model": {"a": WEIGHT}}, tmp_path / f"step-{step}")
+    assert read_dcp(tmp_path).folder.name == "step-10"
+    (tmp_path / "step-10" / METADATA).unlink()
+    with pytest.raises(ValueError, match=r"step-10 is the newest step, but has no \.metadata.*--tag: step-9"):
+        read_dcp(tmp_path)
+    assert read_dcp(tmp_path, "step-9").folder.name == "step-9"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_import_neither_writes_into_the_source_nor_over_a_checkpoint(tmp_path: Path, written: Any) -> None:
+    folder = Path(shutil.copytree(written("accelerate")[0], tmp_path / "saved"))
+    before = sorted(folder.rglob("*"))
+    (tmp_path / "link").symlink_to(folder)
+    for out in (folder, folder / "out", tmp_path, tmp_path / "link" / "out"):
+        with pytest.raises(CheckpointError, match="is in the checkpoint"):
+            import_dcp(folder, out)
+    assert sorted(folder.rglob("*")) == before
+    import_dcp(folder, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"is a checkpoint already.*onefold ckpt rm"):
+        import_dcp(folder, tmp_path / "out")
+
+
+def test_a_failed_import_leaves_no_folder(copied: Path, tmp_path: Path) -> None:
+    change(copied, lambda m: m.state_dict_metadata["model.embed.weight"].chunks.pop())
+    with pytest.raises(ValueError, match="incomplete"):
+        import_dcp(copied, tmp_path / "out")
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(ValueError, match="incomplete"):
+        import_dcp(copied, tmp_path / "kept")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kept", "saved"]
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+@pytest.mark.parametrize(("position", "warns"), [(12, True), (3, False), (13, False)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_schedule_that_accelerate_advanced_per_process_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, position: int, warns: bool
+) -> None:
+    save_alone({"model": {"a": WEIGHT}}, tmp_path / "saved" / ACCELERATE[0])
+    save_alone(with_groups({}), tmp_path / "saved" / ACCELERATE[1])
+    torch.save({"last_epoch": position}, tmp_path / "saved" / "scheduler.bin")
+    assert read_dcp(tmp_path / "saved").state["lr_scheduler"] == {"last_epoch": position}
+    assert ("the schedule is at step 12 after 3 steps" in caplog.text) == warns
 
 
 def test_unknown_files_are_named(copied: Path, written: Any, tmp_path: Path) -> None:
@@ -401,8 +625,8 @@ def test_the_command_imports(written: Any, tmp_path: Path, capsys: pytest.Captur
     assert facts["writer"] == "imported from torch.distributed.checkpoint, 6 files"
     assert main(["ckpt", "verify", str(out)]) == 0
     assert main(["import-dcp", str(tmp_path), str(out)]) != 0
-    folder = written("nested")[0]
-    assert main(["import-dcp", str(folder), str(folder.parent)]) != 0
+    shutil.copytree(written("nested")[0], tmp_path / "copies" / "saved")
+    assert main(["import-dcp", str(written("nested")[0]), str(tmp_path / "copies")]) != 0
     assert "contains files of torch.distributed.checkpoint" in capsys.readouterr().err
     assert main(["export", str(written("nested")[0]), str(tmp_path / "weights")]) != 0
     assert "onefold import-dcp" in capsys.readouterr().err
@@ -462,7 +686,8 @@ def first_place(metadata: Any) -> Any:
         (lambda m: setattr(first_place(m), "relative_path", "/etc/passwd"), "not a file of the folder"),
         (lambda m: setattr(first_place(m), "offset", -1), "no range of bytes"),
         (lambda m: setattr(first_place(m), "length", 2**60), "truncated"),
-        (lambda m: setattr(first_place(m), "offset", 1), "not a zip file"),
+        (lambda m: vars(first_place(m)).update(offset=first_place(m).offset + 1, length=9), "not a zip file"),
+        (lambda m: setattr(first_place(m), "offset", 1), "share bytes"),
         (lambda m: setattr(first_place(m), "transform_descriptors", ["zstd"]), "compressed or encrypted"),
         (lambda m: setattr(first_chunk(m), "sizes", torch.Size([99, 21])), "outside of"),
         (lambda m: setattr(first_chunk(m), "sizes", torch.Size([1, 21])), r"is not a torch.float32 \[1, 21\]"),

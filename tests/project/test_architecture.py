@@ -239,7 +239,7 @@ def test_master_weights_are_read_through_the_optimizer_step():
 # Maximum number of lines of each package; "top" counts the modules directly below `onefold`. Raise a number in a
 # separate commit that gives the reason.
 BUDGETS = {
-    "checkpoint": 6_220,
+    "checkpoint": 6_370,
     "comm": 4_300,
     "compat": 5_760,
     "config": 3_690,
@@ -248,12 +248,12 @@ BUDGETS = {
     "fsdp": 1_100,
     "graphs": 960,
     "offload": 4_000,
-    "optim": 6_170,
+    "optim": 6_370,
     "plan": 2_395,
     "recovery": 1_130,
     "report": 2_200,
-    "runtime": 6_480,
-    "moe": 1_210,
+    "runtime": 6_500,
+    "moe": 1_230,
     "sequence": 1_300,
     "tools": 12_600,
     "storage": 620,

@@ -1,4 +1,4 @@
-"""What a release consists of: one version, few dependencies, workflows and policies, and a wheel that works alone."""
+"""Check a release: one version, few dependencies, workflows and policies, metadata, and a wheel that works alone."""
 
 from __future__ import annotations
 
@@ -90,6 +90,59 @@ def test_templates_and_policies_exist():
     assert (ROOT / ".github/pull_request_template.md").exists()
 
 
+@pytest.mark.parametrize("repository", ["", "someone/onefold"])
+def test_the_metadata_have_no_relative_links(tmp_path, repository):
+    """Build the metadata as an index shows them, in and outside of a workflow of GitHub."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "onefold").mkdir()
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "onefold" / name, tmp_path / "onefold")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB", "ONEFOLD"))}
+    code = "from setuptools.build_meta import prepare_metadata_for_build_wheel as p; p('.')"
+    environ |= {"GITHUB_REPOSITORY": repository} if repository else {}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True)
+    (folder,) = tmp_path.glob("*.dist-info")
+    metadata = importlib.metadata.Distribution.at(folder).metadata
+    text, url = metadata.get_payload(), f"https://github.com/{repository}"
+    targets = set(re.findall(r"\]\(([^)]*)\)", text))
+    assert all(target.startswith("https://") for target in targets)
+    assert (f"{url}/blob/v{onefold.__version__}/docs/moving.md" in targets) == bool(repository)
+    assert "[how]" in text if repository else "unchanged (how" in text
+    pages = dict(entry.split(", ") for entry in metadata.get_all("Project-URL") or [])
+    assert pages.get("Repository") == (url if repository else None)
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "message"),
+    [
+        ("v1.2.3", "## 1.2.3 (2026-11-19)", ""),
+        ("v1.2.4", "## 1.2.3 (2026-11-19)", "'v1.2.4' is not v1.2.3"),
+        ("v1.2.3", "## 1.2.3 (unreleased)", "no section '## 1.2.3 (YYYY-MM-DD)'"),
+    ],
+)
+def test_a_tag_fits_the_version_and_the_changelog(tmp_path, tag, heading, message):
+    (tmp_path / "onefold").mkdir()
+    (tmp_path / "onefold" / "version.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    command = ["make", "-s", "-f", str(ROOT / "Makefile"), "release-check", f"TAG={tag}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (not message), done.stderr
+    assert message in done.stderr
+
+
+def test_another_torch_is_installed_into_an_existing_environment(tmp_path):
+    for name in ("pyproject.toml", "setup.py", "constraints.txt"):
+        (tmp_path / name).write_text("torch==2.13.0\n")
+    (tmp_path / ".venv").mkdir()
+    for name in ("constraints.txt", ".installed"):
+        (tmp_path / ".venv" / name).write_text("torch==2.13.0\n")
+    for arguments, installs in (([], False), (["TORCH=2.13.0"], False), (["TORCH=2.11.0"], True)):
+        command = ["make", "-n", "-f", str(ROOT / "Makefile"), "test", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert ("pip install" in done.stdout) == installs, done.stdout
+
+
 def link_distribution(name: str, target: Path, seen: set[str]) -> None:
     """Link a distribution and its requirements into a folder of packages."""
     if name in seen:
@@ -113,7 +166,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path):
     pytest.importorskip("twine")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "onefold"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "onefold"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)]

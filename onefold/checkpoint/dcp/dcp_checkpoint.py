@@ -9,8 +9,11 @@
     schedule   `lr_scheduler` or `scheduler`
     others     the client state, if they are plain data
 
-also inside of one more key, `app`. Accelerate and transformers write two such folders, `pytorch_model_fsdp_0` and
-`optimizer_0`, next to files of each rank.
+also inside of one more key, `app`. DCP stores a list index as an integer and the key of a dict as a string, even if it
+was an integer. It stores nothing of an empty dict.
+
+Accelerate and transformers write two such folders, `pytorch_model_fsdp_0` and `optimizer_0`, next to files of each
+rank.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +32,8 @@ import torch
 from onefold.checkpoint.dcp.dcp_metadata import METADATA, DcpFolder, DcpTensor, Entry, PathInState
 from onefold.checkpoint.deepspeed.torch_files import read_torch_file
 from onefold.checkpoint.format.manifest import single
+from onefold.checkpoint.format.safetensors_files import DTYPE_NAMES
+from onefold.log import logger
 from onefold.storage.place import local_path
 
 ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -38,9 +44,21 @@ _NOT_CONVERTED = re.compile(
     r"custom_checkpoint_\d+\.pkl|training_args\.bin"
 )
 _DESCRIPTIONS = re.compile(r".*\.(json|txt|md|jinja|model)")
-# The states of the optimizers that onefold computes. A `master` is that of `onefold.fsdp.offload`.
+# The states of the optimizers that onefold computes. `onefold.fsdp.offload` also stores a `master`.
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
 _MASTER = "master"
+# Other optimizers keep states of the same names. For each state: its optimizers in onefold, the key by which their
+# groups are recognized, and an example of the others.
+_GROUP_KEYS = {
+    "exp_avg_sq": ("Adam and AdamW", "amsgrad", "RAdam"),
+    "momentum_buffer": ("SGD", "dampening", "Muon"),
+    "sum": ("Adagrad", "lr_decay", "SM3"),
+}
+# The state of a schedule of torch that has no fields but those of its base class.
+_SCHEDULE_FIELDS = {"base_lrs", "last_epoch", "verbose", "_step_count", "_last_lr", "_is_initial"}
+_SCHEDULE_FIELDS |= {"_get_lr_called_within_step"}
+_SCHEDULE_KEYS, _OPTIMIZER_KEYS = ("lr_scheduler", "scheduler"), ("optimizer", "optim")
+_LEAVE_OUT = "Leave the top-level key out with --leave-out."
 _NAMED = "Save with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names parameters"
 # Larger tensors are not client state, but perhaps another model.
 _MAX_CLIENT_ELEMENTS = 1 << 20
@@ -90,9 +108,15 @@ def read_dcp(path: str | os.PathLike[str], tag: str | None = None, leave_out: Se
         schedule, ignored = _check_accelerate(folder)
         opened = [DcpFolder.open(folder / name) for name in ACCELERATE if (folder / name).exists()]
     top: dict[str, dict[PathInState, Entry]] = {}
+    inside_app: dict[str, bool] = {}
     for path_in_state, entry in (item for found in opened for item in found.entries.items()):
-        inner = path_in_state[1:] if path_in_state[0] == "app" and len(path_in_state) > 1 else path_in_state
-        top.setdefault(str(inner[0]), {})[inner[1:]] = entry
+        is_inside = path_in_state[0] == "app" and len(path_in_state) > 1 and "app" not in leave_out
+        key, *inner = path_in_state[1:] if is_inside else path_in_state
+        if inside_app.setdefault(str(key), is_inside) != is_inside and key not in leave_out:
+            raise ValueError(
+                f"{folder}: {key!r} is inside of 'app' and next to it. Leave out 'app' with --leave-out app"
+            )
+        top.setdefault(str(key), {})[tuple(inner)] = entry
     if unknown := [key for key in leave_out if key not in top]:
         raise ValueError(f"{folder}: no key {unknown[0]!r} to leave out. Its keys: {', '.join(list(top)[:20])}")
     top = {key: value for key, value in top.items() if key not in leave_out}
@@ -111,15 +135,23 @@ def _find(folder: Path, tag: str | None) -> Path:
     if _is_checkpoint(folder):
         return folder
     found = {entry.name: entry for entry in sorted(folder.iterdir()) if entry.is_dir() and _is_checkpoint(entry)}
-    steps = {
-        int(match[1]): found[name] for name in found if (match := re.fullmatch(r"(?:step|checkpoint)-(\d+)", name))
-    }
     if not found:
         what = f"no {METADATA} of torch.distributed.checkpoint, and no folder {' or '.join(ACCELERATE)} of Accelerate"
         raise ValueError(f"{folder}: {what}")
-    if len(found) > 1 and len(steps) < len(found):
+    steps = {
+        int(match[1]): entry
+        for entry in folder.iterdir()
+        if entry.is_dir() and (match := re.fullmatch(r"(?:step|checkpoint)-(\d+)", entry.name))
+    }
+    if len(found) > 1 and not found.keys() <= {entry.name for entry in steps.values()}:
         raise ValueError(f"{folder} contains several checkpoints: {', '.join(found)}. Give one with --tag.")
-    return steps[max(steps)] if steps else next(iter(found.values()))
+    newest = steps[max(steps)] if steps else next(iter(found.values()))
+    if newest.name not in found:
+        complete = ", ".join(found)
+        raise ValueError(
+            f"{newest} is the newest step, but has no {METADATA}. Give a complete one with --tag: {complete}."
+        )
+    return newest
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -132,9 +164,9 @@ def _check_accelerate(folder: Path) -> tuple[Any, list[str]]:
     for entry in sorted(folder.iterdir()):
         if entry.name in _SCHEDULES:
             schedules.append(read_torch_file(entry))
-        elif _NOT_CONVERTED.fullmatch(entry.name):
+        elif _NOT_CONVERTED.fullmatch(entry.name) or (entry.is_file() and _DESCRIPTIONS.fullmatch(entry.name)):
             ignored.append(entry.name)
-        elif entry.name not in ACCELERATE and not (entry.is_file() and _DESCRIPTIONS.fullmatch(entry.name)):
+        elif entry.name not in ACCELERATE:
             raise ValueError(f"{folder}: {entry.name} is not a known file of Accelerate's checkpoints. Move it away.")
     if len(schedules) > 1:
         raise ValueError(f"{folder}: several schedules: {', '.join(_SCHEDULES)}. Move all but one away.")
@@ -144,13 +176,22 @@ def _check_accelerate(folder: Path) -> tuple[Any, list[str]]:
 def _build(
     folder: Path, num_files: int, top: dict[str, dict[PathInState, Entry]], schedule: Any, left_out: Sequence[str]
 ) -> DcpCheckpoint:
+    for both in (_OPTIMIZER_KEYS, _SCHEDULE_KEYS):
+        if all(key in top for key in both):
+            raise ValueError(f"{folder}: both {' and '.join(both)}. Leave one of them out with --leave-out.")
+    is_flat = "model" not in top
     model = _weights(folder, top)
-    keys = [key for key in ("optimizer", "optim") if key in top]
-    if len(keys) > 1:
-        raise ValueError(f"{folder}: both optimizer and optim. Leave one of them out with --leave-out.")
-    optimizer = _Optimizer.of(folder, top.pop(keys[0]), model) if keys else None
-    if name := next((key for key in ("lr_scheduler", "scheduler") if key in top), ""):
-        schedule = _nested(folder, name, top.pop(name))
+    key = next((key for key in _OPTIMIZER_KEYS if key in top), None)
+    optimizer = _Optimizer.of(folder, top.pop(key), model) if key else None
+    trained = optimizer.parameters if optimizer is not None else {}
+    scalars = (name for name in model if not model[name].shape and "." not in name and name not in trained)
+    if is_flat and (key := next(scalars, None)):
+        what = f"{folder}: {key!r} is a scalar next to weights without the key 'model', and may be one or a counter"
+        raise ValueError(f"{what}. Save the weights as 'model', or leave it out with --leave-out {key}.")
+    if optimizer is not None and schedule is not None:
+        _check_position(folder, schedule, optimizer.num_steps)
+    if key := next((key for key in _SCHEDULE_KEYS if key in top), None):
+        schedule = _restored(f"{folder}: {key}", _nested(folder, key, top.pop(key)))
     sources = {f"model/{name}": entry for name, entry in model.items()}
     client_state = {key: _nested(folder, key, inside) for key, inside in top.items()}
     state: dict[str, Any] = {"optimizer": None, "lr_scheduler": schedule or None, "loss_scale": None}
@@ -163,6 +204,10 @@ def _build(
         for name, states in optimizer.states.items():
             for key, entry in states.items():
                 sources[f"model/{name}" if key == _MASTER else f"optimizer/{name}/{key}"] = entry
+    for source in sources.values():
+        if source.dtype not in DTYPE_NAMES:
+            what = f"{folder}: {source.name!r} is of {source.dtype}, which onefold's checkpoints do not support"
+            raise ValueError(f"{what}. Convert it before saving, or leave its top-level key out with --leave-out.")
     # DCP has no counters. A checkpoint is assumed to be at the end of a step.
     counters = {"global_steps": num_steps, "global_samples": 0, "skipped_steps": 0, "micro_steps": num_steps}
     return DcpCheckpoint(
@@ -180,6 +225,8 @@ def _weights(folder: Path, top: dict[str, dict[PathInState, Entry]]) -> dict[str
     """Remove the weights from the top level, and return them."""
     if "model" in top:
         found = {".".join(map(str, path)): entry for path, entry in top.pop("model").items()}
+        if "" in found:
+            raise ValueError(f"{folder}: 'model' is one value instead of the state dict of a model")
     else:
         found = {key: inside[()] for key, inside in top.items() if isinstance(inside.get(()), DcpTensor)}
         for key in found:
@@ -194,7 +241,7 @@ def _weights(folder: Path, top: dict[str, dict[PathInState, Entry]]) -> dict[str
 
 
 def _nested(folder: Path, key: str, inside: Mapping[PathInState, Entry]) -> Any:
-    """Read values and build the nested state of one key. Lists of more than plain data become dicts."""
+    """Read values and build the nested state of one key."""
     tree: dict[Any, Any] = {}
     for path, entry in inside.items():
         if isinstance(entry, DcpTensor) and math.prod(entry.shape) > _MAX_CLIENT_ELEMENTS:
@@ -210,7 +257,56 @@ def _nested(folder: Path, key: str, inside: Mapping[PathInState, Entry]) -> Any:
         for step in path[:-1]:
             place = place.setdefault(step, {})
         place[path[-1]] = value
-    return tree
+    return _with_lists(tree, f"{folder}: {key}")
+
+
+def _with_lists(tree: Any, where: str) -> Any:
+    """Replace dicts by lists where the keys are integers. Raise if elements are missing."""
+    if not isinstance(tree, dict):
+        return tree
+    inner = {key: _with_lists(value, f"{where}.{key}") for key, value in tree.items()}
+    if not any(type(key) is int for key in inner):
+        return inner
+    if set(inner) != set(range(len(inner))):
+        raise ValueError(
+            f"{where} is an incomplete list: DCP does not store elements that are empty dicts. {_LEAVE_OUT}"
+        )
+    return [inner[index] for index in range(len(inner))]
+
+
+def _restored(where: str, state: Any) -> Any:
+    """Restore what DCP does not store of a schedule of torch: the types of keys, and empty dicts."""
+    if isinstance(state, list):
+        return [_restored(f"{where}.{index}", value) for index, value in enumerate(state)]
+    if not isinstance(state, dict):
+        return state
+    if isinstance(state.get("milestones"), dict):  # of MultiStepLR
+        state["milestones"] = Counter({int(key): value for key, value in state["milestones"].items()})
+    if any(str(key).isdecimal() for key in state):
+        raise ValueError(f"{where} has keys that may have been integers, which DCP stores as text. {_LEAVE_OUT}")
+    lambdas, rates = state.get("lr_lambdas"), state.get("base_lrs")  # of LambdaLR and MultiplicativeLR
+    if lambdas is None and isinstance(rates, list) and state.keys() <= _SCHEDULE_FIELDS:
+        state["lr_lambdas"] = [{} for _ in rates]  # callables without attributes, such as functools.partial
+    elif isinstance(lambdas, list) and isinstance(rates, list) and len(lambdas) != len(rates):
+        raise ValueError(
+            f"{where}.lr_lambdas is incomplete: DCP does not store elements that are empty dicts. {_LEAVE_OUT}"
+        )
+    if "step_ratio" in state:  # of CyclicLR
+        state.setdefault("_scale_fn_custom", {})
+    return {
+        key: value if isinstance(value, Counter) else _restored(f"{where}.{key}", value) for key, value in state.items()
+    }
+
+
+def _check_position(folder: Path, schedule: Any, num_steps: int) -> None:
+    """Warn if Accelerate has advanced a schedule several times per step."""
+    position = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    if isinstance(position, int) and num_steps and position > num_steps and position % num_steps == 0:
+        logger.warning(
+            "%s: the schedule is at step %d after %d steps of the optimizer. Accelerate advances it once per process "
+            "in each step, unless split_batches is set; onefold advances it once. See docs/moving-from-fsdp2.md.",
+            folder, position, num_steps,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -243,6 +339,11 @@ class _Optimizer:
                 case _:
                     raise ValueError(f"{folder}: {entry.name!r} is not a known entry of an optimizer's state")
         groups, parameters = _groups(folder, values, model)
+        names = sorted({state for found in states.values() for state in found} & _GROUP_KEYS.keys())
+        for state, (owner, key, other) in ((name, _GROUP_KEYS[name]) for name in names):
+            if not all(key in group for group in groups):
+                what = f"{folder}: the parameter groups have no {key!r}, so {state!r} is not a state of {owner}"
+                raise ValueError(f"{what}. Other optimizers with such states ({other}) are not supported. {_LEAVE_OUT}")
         if unknown := sorted(states.keys() - parameters.keys()):
             raise ValueError(f"{folder}: states of {unknown[0]!r}, which is no parameter of a group. {_NAMED}.")
         tensors: dict[str, dict[str, DcpTensor]] = {}
@@ -262,18 +363,26 @@ class _Optimizer:
 def _groups(
     folder: Path, values: Mapping[Any, dict[str, Any]], model: Mapping[str, DcpTensor]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the hyperparameters of each group, and the group of each parameter. Equal groups are joined."""
+    """Return the hyperparameters of each group, and the group of each parameter.
+
+    In a flattened state, each parameter has a copy of its group. Equal ones are joined.
+    """
     groups: list[dict[str, Any]] = []
     parameters: dict[str, int] = {}
-    for found in values.values():
+    in_order = sorted(values.items()) if all(isinstance(number, int) for number in values) else values.items()
+    for number, found in in_order:
         names, group = found.pop("params"), {key: single(value) for key, value in found.items()}
+        if key := next((key for key, value in group.items() if isinstance(value, torch.Tensor)), None):
+            raise ValueError(f"{folder}: {key!r} of parameter group {number!r} is a tensor of several elements")
+        if twice := [name for name in names if name in parameters]:
+            raise ValueError(f"{folder}: {twice[0]!r} is in several parameter groups")
         if unknown := [name for name in names if name not in model]:
             raise ValueError(
                 f"{folder}: a parameter group has {unknown[0]!r}, which is no weight of the model. {_NAMED}."
             )
-        if group not in groups:
+        if isinstance(number, int) or group not in groups:
             groups.append(group)
-        parameters |= dict.fromkeys(names, groups.index(group))
+        parameters |= dict.fromkeys(names, len(groups) - 1 if isinstance(number, int) else groups.index(group))
     return groups, parameters
 
 

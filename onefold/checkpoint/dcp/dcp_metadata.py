@@ -12,12 +12,14 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from onefold.checkpoint.deepspeed.torch_files import (
+    MAX_DEPTH,
     MAX_REPETITION,
     PlainCopier,
     RefusedPickle,
@@ -200,6 +202,10 @@ def _parse(folder: Path, found: Any) -> DcpFolder:
     for key, value in content["storage_data"].items():
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         places[index["fqn"], index.get("offset")] = _stored(folder, index["fqn"], info)
+    in_order = sorted(places.values(), key=lambda stored: (stored.file, stored.start))
+    for one, other in pairwise(in_order):
+        if one.file == other.file and one.start + one.nbytes > other.start:
+            raise ValueError(f"{folder / METADATA}: {one.name!r} and {other.name!r} share bytes of {one.file.name}")
     known = {METADATA, *(stored.file.name for stored in places.values())}
     if unknown := sorted(entry.name for entry in folder.iterdir() if entry.name not in known):
         raise ValueError(
@@ -209,7 +215,12 @@ def _parse(folder: Path, found: Any) -> DcpFolder:
     entries: dict[PathInState, Entry] = {}
     for name, value in content["state_dict_metadata"].items():
         path = paths.get(name, (name,))
-        if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path) or path in entries:
+        if (
+            type(path) is not tuple
+            or not 0 < len(path) <= MAX_DEPTH
+            or not all(type(key) in (str, int) for key in path)
+            or path in entries
+        ):
             raise ValueError(f"{folder / METADATA}: {name!r} has no path of its own in the state dict")
         if value.name.endswith(".BytesStorageMetadata"):
             entries[path] = places[name, None]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from onefold.checkpoint.format.shard_files import CheckpointReader
-from onefold.storage.place import remove_tree
+from onefold.storage.place import remove_tree, sync
 
 Read = Callable[[str], torch.Tensor]
 # torch's classes by the names of onefold's optimizers. Adam and AdamW have the same keys and states.
@@ -24,6 +25,7 @@ _CLASSES: dict[str, Any] = {
     "adam": torch.optim.AdamW, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
 }  # fmt: skip
 _COUNTS_STEPS = ("exp_avg", "sum")
+PARTIAL = ".dcp-partial"
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -46,8 +48,10 @@ def write_dcp(
 ) -> list[str]:
     """Write weights and optimizer states, keyed `model` and `optimizer`. Return the names of the files.
 
-    `weights` gives the stored name and the dtype of each weight. The folder appears when all files are written.
+    `weights` gives the stored name and the dtype of each weight. The folder must be empty, except for what a killed
+    export has left. Its files appear when all are written.
     """
+    folder = folder.resolve()
     names: dict[tuple[Any, ...], str] = {}
 
     def later(path: tuple[Any, ...], name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -72,33 +76,39 @@ def write_dcp(
     def read(name: str) -> torch.Tensor:
         return read_weight(name.removeprefix("model/")) if name.startswith("model/") else checkpoint.tensor(name)
 
-    partial = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"*{PARTIAL}"):  # from an export that was killed
+        remove_tree(leftover)
     try:
-        with warnings.catch_warnings():
+        with tempfile.TemporaryDirectory(suffix=PARTIAL, dir=folder) as partial, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             writer = FileSystemWriter(partial, per_thread_copy_ahead=0)  # one tensor at a time, also next to a GPU
             save(state, storage_writer=writer, planner=_LazyPlanner(names, read), no_dist=True)
-        partial.rename(folder)  # over an empty folder at most
-    except CheckpointException as error:  # which is no Exception
-        raise error.failures[0][0] from error
-    finally:
-        if partial.exists():
-            remove_tree(partial)
-    return sorted(entry.name for entry in folder.iterdir())
+            # `.metadata` is the last: without it, the folder is no checkpoint.
+            written = sorted(os.listdir(partial))
+            for name in reversed(written):
+                os.replace(Path(partial, name), folder / name)
+            sync(folder)
+    except BaseException as error:
+        if not existed:
+            remove_tree(folder)
+        if isinstance(error, CheckpointException):  # which is no Exception
+            raise error.failures[0][0] from error
+        raise
+    return written
 
 
 def _groups(checkpoint: CheckpointReader, optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups with all keys that torch's class has, because `dcp.load` requires them."""
-    kind = _CLASSES.get(str(optimizer["name"]).lower(), torch.optim.AdamW if optimizer["name"] is None else None)
-    defaults = kind([torch.zeros(1)]).param_groups[0] if kind is not None else None
     parameters = checkpoint.manifest.parameters
     groups = []
     for number, saved in enumerate(optimizer["groups"]):
-        group = {
-            **(defaults or {}),
-            **{key: value for key, value in saved.items() if defaults is None or key in defaults},
-        }
-        group |= {"initial_lr": saved.get("initial_lr", saved.get("lr"))}  # of schedules
-        groups.append({**group, "params": [name for name, index in parameters.items() if index == number]})
+        name = optimizer["name"]
+        if name is None:  # imported
+            name = next((of for of, key in (("sgd", "dampening"), ("adagrad", "lr_decay")) if key in saved), "adamw")
+        kind = _CLASSES.get(name.lower())
+        defaults = kind([torch.zeros(1)]).param_groups[0] if kind is not None else {}
+        group = {**defaults, "initial_lr": saved.get("lr"), **saved}  # `initial_lr` is that of schedules
+        groups.append({**group, "params": [of for of, index in parameters.items() if index == number]})
     return groups

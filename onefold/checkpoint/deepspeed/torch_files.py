@@ -125,10 +125,10 @@ def _without_attributes(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
 
 
 _TensorClass = type("Tensor", (StandIn,), {"name": "torch.Tensor"})
-_REBUILD = ("_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_tensor", "_rebuild_tensor_v2")
+_REBUILD = ("parameter", "parameter_with_state", "tensor", "tensor_v2", "tensor_v3")
 _KEPT = {
     "_codecs.encode", "builtins.complex", "builtins.set", "collections.Counter", "collections.OrderedDict",
-    "torch.Size", "torch.device", "torch.nn.parameter.Parameter", *(f"torch._utils.{name}" for name in _REBUILD),
+    "torch.Size", "torch.device", "torch.nn.parameter.Parameter", *(f"torch._utils._rebuild_{of}" for of in _REBUILD),
 }  # fmt: skip
 
 
@@ -140,7 +140,8 @@ def _names_of_torch(all_names: dict[str, Any]) -> dict[str, Any]:
     kinds = torch.dtype, torch.serialization.StorageType
     kept = {name: value for name, value in all_names.items() if name in _KEPT or isinstance(value, kinds)}
     replaced = {"torch.Tensor": _TensorClass, "torch._tensor._rebuild_from_type_v2": _without_attributes}
-    return {**kept, **replaced, "builtins.bytearray": _byte_array}
+    bytes_of_others = torch.serialization.StorageType("ByteStorage")  # of dtypes such as float8_e4m3fn and uint16
+    return {**kept, **replaced, "builtins.bytearray": _byte_array, "torch.storage.UntypedStorage": bytes_of_others}
 
 
 @contextmanager

@@ -191,8 +191,6 @@ def export(
         raise ExportError(f"{folder} is a file. Give a folder, to which several files may be written.")
     if file_format == "dcp" and max_shard_size not in (None, SHARD_SIZE):
         raise ExportError("max_shard_size: the format dcp has one file. Leave it out.")
-    if file_format == "dcp" and folder.exists() and any(folder.iterdir()):
-        raise ExportError(f"{folder} is not empty, and dcp.load would read its other files. Give a new folder.")
 
     def work(checkpoint: CheckpointReader) -> Exported:
         source = checkpoint.folder
@@ -266,8 +264,19 @@ def _write_bin(folder: Path, weights: WeightSelection, limit: int, read: ReadTen
 
 
 def _write_dcp(folder: Path, weights: WeightSelection, _: int, read: ReadTensor) -> list[str]:
-    from onefold.checkpoint.dcp.dcp_writer import write_dcp  # loads torch.distributed.checkpoint
+    from onefold.checkpoint.dcp.dcp_writer import PARTIAL, write_dcp  # loads torch.distributed.checkpoint
 
+    checkpoint = weights.checkpoint
+    if folder.exists() and any(not entry.name.endswith(PARTIAL) for entry in folder.iterdir()):
+        raise ExportError(f"{folder} is not empty, and dcp.load would read its other files. Give a new folder.")
+    loose = [checkpoint.loose(rank) for rank in range(checkpoint.manifest.world_size)]
+    keys = {key for states in loose for found in states.values() for key in found} - {"step"}
+    if keys:
+        states = f"the states of {checkpoint.state['optimizer']['name']} ({', '.join(sorted(keys))})"
+        raise ExportError(
+            f"{checkpoint.folder}: {states} do not have the shapes of their parameters, which the format dcp does not "
+            "support. Export the weights in the format safetensors or bin."
+        )
     named = {name: (name, dtype) for name, dtype in weights.dtypes.items()}
     named |= {alias: (name, weights.dtypes[name]) for alias, name in weights.aliases.items()}
-    return write_dcp(folder, weights.checkpoint, named, read)
+    return write_dcp(folder, checkpoint, named, read)

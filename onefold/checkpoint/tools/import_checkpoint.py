@@ -17,7 +17,7 @@ from onefold.checkpoint.deepspeed.zero_checkpoint import DeepSpeedCheckpoint, re
 from onefold.checkpoint.format import plain_data
 from onefold.checkpoint.format.files import CheckpointError
 from onefold.checkpoint.format.folder import check_tag, clean, is_dcp, is_deepspeeds, new_data_folder, publish
-from onefold.checkpoint.format.manifest import Manifest, join_parts
+from onefold.checkpoint.format.manifest import NAME, Manifest, join_parts
 from onefold.checkpoint.format.shard_files import ShardWriter, Slot
 from onefold.storage.place import local_path, remove_tree
 
@@ -94,10 +94,17 @@ def _convert(
     for is_of, library in ((is_deepspeeds, "DeepSpeed"), (is_dcp, "torch.distributed.checkpoint")):
         if is_of(save_dir / name):
             raise CheckpointError(f"{save_dir / name} contains files of {library}. Give another folder for OUT.")
+    source = found.folder.resolve()
+    if save_dir.resolve().is_relative_to(source) or (save_dir / name).resolve() == source:
+        raise CheckpointError(f"{save_dir} is in the checkpoint {source}, or contains it. Give another folder for OUT.")
+    if (save_dir / name / NAME).exists():
+        what = f"{save_dir / name} is a checkpoint already"
+        raise CheckpointError(f"{what}. Give another folder for OUT, or run onefold ckpt rm {save_dir} {name}.")
     state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
     entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]
     total, done = sum(slot.buffer.nbytes for slot in entries), 0
+    existed = save_dir.exists()
     with new_data_folder(save_dir / name) as data:
         try:
             with ShardWriter(data / "rank-00000.safetensors", entries + more) as writer:
@@ -125,6 +132,9 @@ def _convert(
         except BaseException:
             with suppress(OSError):
                 remove_tree(data)
+                (save_dir / name).rmdir()  # unless it contains other files
+                if not existed:
+                    save_dir.rmdir()
             raise
     clean(save_dir / name)
     return save_dir / name, found, record.file.nbytes

@@ -34,7 +34,7 @@ def export(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("safetensors", "bin", "dcp"), default="safetensors",
         help="safetensors (default), torch.save's pytorch_model.bin, or a folder of torch.distributed.checkpoint "
         "with optimizer states")  # fmt: skip
-    add("--max-shard-size", type=size, metavar="SIZE", default="5GB",
+    add("--max-shard-size", type=size, metavar="SIZE",
         help="maximum size of a file, e.g. 500MB or 2GiB; several files get an index (default: 5GB)")  # fmt: skip
     add("--exclude-frozen", action="store_true", help="write trained parameters and buffers only")
 
@@ -152,6 +152,7 @@ def import_dcp(parser: argparse.ArgumentParser) -> None:
     add_folder(parser, "source", help="the folder with .metadata, or a folder of such folders")
     add = parser.add_argument
     add("out", metavar="OUT", help="the folder to write to; created if missing")
-    add("--tag", metavar="FOLDER", help="the folder in SOURCE to convert (default: the latest step)")
+    add("--tag", metavar="FOLDER",
+        help="the folder in SOURCE to convert (default: the only one, or the last step-N or checkpoint-N)")  # fmt: skip
     add("--leave-out", metavar="KEY", action="append", default=[],
         help="a top-level key of the saved state dict that is not converted; may be given several times")  # fmt: skip

@@ -32,6 +32,8 @@ _SHOWN_DAMAGES = 10
 @fails_on(CheckpointError, OSError)
 def export(options: argparse.Namespace) -> int:
     """Run `onefold export`."""
+    if options.format == "dcp" and options.max_shard_size is not None:
+        raise UsageError("--max-shard-size: the format dcp has one file. Leave it out.")
     with progress_bar("export") as show_progress:
         exported = exporting.export(
             options.checkpoint,
@@ -39,7 +41,7 @@ def export(options: argparse.Namespace) -> int:
             tag=options.tag,
             dtype=options.dtype,
             file_format=options.format,
-            max_shard_size=options.max_shard_size,
+            max_shard_size=options.max_shard_size or exporting.SHARD_SIZE,
             exclude_frozen=options.exclude_frozen,
             progress=show_progress,
         )
