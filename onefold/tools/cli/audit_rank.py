@@ -35,7 +35,6 @@ _LEFT_OUT = ("bf16", "bfloat16", "fp16", "amp", "tensorboard", "wandb", "comet",
              "scheduler", "zero_optimization", "activation_checkpointing")  # fmt: skip
 # Keys of a config that the audit replaces without an effect on results, or because of --stage.
 _REPLACED = ("steps_per_print", "wall_clock_breakdown", "zero_optimization.stage")
-_MISSING = object()
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 
 
@@ -49,8 +48,8 @@ def reduced(config: ConfigSource, stage: int) -> dict[str, Any]:
 def left_out(config: ConfigSource, stage: int) -> list[str]:
     """Return the keys of a config that `reduced` leaves out or changes, with dots."""
     kept = dict(_leaves(reduced(config, stage)))
-    leaves = dict(_leaves(load_config(config).raw))
-    return [key for key, value in leaves.items() if key not in _REPLACED and kept.get(key, _MISSING) != value]
+    leaves = ((key, value) for key, value in _leaves(load_config(config).raw) if key not in _REPLACED)
+    return [key for key, value in leaves if key not in kept or kept[key] != value]
 
 
 def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,9 +163,8 @@ class Audit:
         settings = load_config(config)
         stage = settings.zero_optimization.stage if self._job["stage"] is None else self._job["stage"]
         start = {name: _checksum([each.data]) for name, each in model.named_parameters()}
-        self.record["never"] = [name for name, _ in _trained(model)]
-        self.record |= {"start": start, "stage": stage, "notices": list(settings.notices)}
-        self.record["left_out"] = left_out(config, stage)
+        self.record |= {"never": [name for name, _ in _trained(model)], "notices": list(settings.notices)}
+        self.record |= {"start": start, "stage": stage, "left_out": left_out(config, stage)}
         document = reduced(config, stage)
         if self._variant in (PLAIN, FSDP2):
             engine: Any = PlainEngine(model, optimizer, document, is_fsdp=self._variant == FSDP2)
@@ -212,9 +210,8 @@ class Audit:
         self._losses, number = [], len(self.record["losses"])
         dist.all_reduce(loss)
         if rank == 0:
-            tensors = {"gradients": gradients, "weights": weights, "buffers": buffers}
-            mean = float(loss) / dist.get_world_size()
-            torch.save({"loss": mean, **tensors}, self._folder / f"step{number}.pt")
+            found = {"loss": float(loss) / dist.get_world_size(), "gradients": gradients}
+            torch.save({**found, "weights": weights, "buffers": buffers}, self._folder / f"step{number}.pt")
         if number == self._job["steps"]:
             (self._folder / f"rank{rank}.json").write_text(json.dumps(self.record))
             dist.barrier()
