@@ -108,7 +108,7 @@ def _read_section(kind: type, items: Sequence[_Item], path: str, given: GivenKey
         head, _, rest = item.name.partition(".")
         entry = known.get(head)
         if entry is None or (rest and entry.section is None and not entry.is_free):
-            raise unknown_key(kind, path, item.name, item.path)
+            raise unknown_key(kind, path, item.name, item.path, item.value)
         by_name.setdefault(entry.name, []).append(_Item(rest, item.value, item.path, item.dotted or bool(rest)))
     given.mentioned.update(join(path, name) for name in by_name)
     read = [name for name in by_name if known[name].section is not None or _present(known[name], by_name[name])]

@@ -63,10 +63,10 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "").replace(" ", "")
 
 
-def unknown_key(section: type, path: str, name: str, full: str) -> ConfigError:
+def unknown_key(section: type, path: str, name: str, full: str, value: Any) -> ConfigError:
     """Make the error for a key `name` that the section at `path` does not have. `full` is its path in the file."""
     where = f"in {path}" if path else "at the top of a config"
-    hints, known = _nearest(section, path, name), list(spellings(section))
+    hints, known = _nearest(section, path, name, value), list(spellings(section))
     if hints:
         text = f"; did you mean {' or '.join(hints)}?"
     elif len(known) <= _FEW:
@@ -109,11 +109,13 @@ def unknown_param(path: str, name: str, owner: str, known: Iterable[str]) -> Con
     return ConfigError(f"{path}.{name}: {owner} has no parameter {name!r}; {hint}")
 
 
-def _nearest(section: type, path: str, name: str) -> list[str]:
+def _nearest(section: type, path: str, name: str, value: Any) -> list[str]:
     everywhere = _all_spellings(Config)
     leaf = name.rpartition(".")[2]
-    # The key may be in the wrong section. Names that many sections have, such as `enabled`, are not suggested.
-    misplaced = [full for full in everywhere if full.rpartition(".")[2] == leaf]
+    # The key may be in the wrong section. Names that many sections have, such as `enabled`, are not suggested, and
+    # sections only for an object.
+    sections = set() if isinstance(value, Mapping) else {full.rpartition(".")[0] for full in everywhere}
+    misplaced = [full for full in everywhere if full.rpartition(".")[2] == leaf and full not in sections]
     if 0 < len(misplaced) <= _MANY:
         return misplaced
     meant = meant_key(name, spellings(section))

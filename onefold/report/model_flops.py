@@ -21,6 +21,8 @@ from onefold.runtime import unsharded_shape
 _FULL, _WINDOWS = "full_attention", {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 # Sections of the configs of models that compute on more than tokens.
 _OTHER_INPUTS = ("vision_config", "audio_config", "encoder")
+# Attributes of configs that list the types of layers in other terms than `layer_types`: RecurrentGemma's, GPT-Neo's.
+_OTHER_LAYERS = ("block_types", "_block_types", "layers_block_type", "attention_layers", "attention_types")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class ModelFlops:
 
     @staticmethod
     def of(model: nn.Module) -> ModelFlops | None:
-        """Return the FLOPs of a causal transformer whose config tells its shape. None for other models."""
+        """Return the FLOPs of a causal transformer whose config describes its layers. None for other models."""
         config = getattr(model, "config", None)
         attention = _attention(config) if config is not None else None
         of_parameters = _of_parameters(model) if attention is not None else None
@@ -62,6 +64,8 @@ def _attention(config: Any) -> tuple[tuple[float, int | None], ...] | None:
         queries, values = nope + (_number(config, "qk_rope_head_dim") or 0), _number(config, "v_head_dim") or values
     flops = 6.0 * heads * (queries + values)
     kinds = getattr(config, "layer_types", None)
+    if kinds is None and any(getattr(config, name, None) for name in _OTHER_LAYERS):
+        return None
     if kinds is None:
         uses_window = getattr(config, "use_sliding_window", True)
         window = _number(config, "sliding_window") if uses_window else None
@@ -78,11 +82,14 @@ def _number(config: Any, *names: str) -> int | None:
 def _of_parameters(model: nn.Module) -> float | None:
     """Return the FLOPs of matrix products with parameters, or None if the experts of a token are not found."""
     layers = {layer.name: layer for layer in expert_layers(model)}
-    of_experts = expert_parameters(model, list(layers.values()))
+    of_experts = {name: expert.layer for name, expert in expert_parameters(model, list(layers.values())).items()}
+    # An adapter of peft on stacked experts has a part for each of them, in modules around the layer.
+    adapted = {name.partition(".base_layer")[0]: name for name in layers if name.endswith(".base_layer")}
     total = 0.0
     for name, parameter, size in _multiplied(model):
-        if name in of_experts:
-            layer = layers[of_experts[name].layer]
+        adapter_of = adapted.get(name.partition(".base_layer")[0].partition(".lora_")[0]) if ".lora_" in name else None
+        if layer_name := of_experts.get(name, adapter_of):
+            layer = layers[layer_name]
             used = experts_per_token(model, layer)
             if used is None:
                 return None
@@ -97,11 +104,13 @@ def _multiplied(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, float]]:
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
-        for own, parameter in module.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             size = float(unsharded_shape(parameter).numel())
-            if not parameter.is_floating_point() and own == "weight":  # packed, as in 4-bit layers
-                size = float(getattr(module, "in_features", 0) * getattr(module, "out_features", 0)) or size
-            yield f"{prefix}.{own}" if prefix else own, parameter, size
+            if (
+                not parameter.requires_grad and name == "weight"
+            ):  # several elements may be packed into one, as in 4 bits
+                size = max(size, float(getattr(module, "in_features", 0) * getattr(module, "out_features", 0)))
+            yield f"{prefix}.{name}" if prefix else name, parameter, size

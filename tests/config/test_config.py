@@ -306,6 +306,8 @@ def test_other_aliases() -> None:
         ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param", "optimizer.params"),
         ({"aio": {"threads_count": 2}}, "aio.threads_count", "aio.thread_count"),
         ({"onefold": {"unit": []}}, "onefold.unit", "onefold.units"),
+        ({"onefold": {"expert_parallel": 2}}, "onefold.expert_parallel", "onefold.expert_parallel_size"),
+        ({"onefold": {"expert_parallel": {"enabled": True}}}, "onefold.expert_parallel", "expert_parallel?"),
         ({"optimizer": {"type": "Adam", "lr": 1e-3}}, "optimizer.lr", "optimizer.params.lr"),
         (zero(gradient_clipping=1.0), "zero_optimization.gradient_clipping", "gradient_clipping"),
         ({"checkpoint": {"writer": {"typ": "FAST"}}}, "checkpoint.writer.typ", "checkpoint.writer.type"),

@@ -63,7 +63,11 @@ def test_a_known_model_has_the_published_parameters(name):
         ("meta-llama/Llama-3.1-405B", "llama-3.1-405b"), ("meta-llama/Meta-Llama-3-70B-Instruct", "llama-3-70b"),
         ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini"), ("google/gemma-2-9b-it", "gemma-2-9b"),
         ("openai-community/gpt2-xl", "gpt2-xl"), ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
-        ("runs/qwen3-8b", None), ("llama-7b", None), ("qwen3-9b", None),
+        ("mistralai/Mixtral-8x22B-v0.1", "mixtral-8x22b"), ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.3-70b"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"), ("mistralai/Mixtral-8x22B-Instruct-v0.1", None),
+        ("mistralai/Mistral-7B-v0.3", None), ("mistralai/Mistral-7B-Instruct-v0.1", None),
+        ("microsoft/Phi-3-mini-128k-instruct", None), ("Qwen/Qwen3-4B-Instruct-2507", None), ("Qwen3-8B-Base", None),
+        ("gpt2-instruct", None), ("runs/qwen3-8b", None), ("llama-7b", None), ("qwen3-9b", None),
     ],
 )  # fmt: skip
 def test_names_of_publishers_and_variants_are_known(text, name):

@@ -27,6 +27,9 @@ COMMON = {
         ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100 80GB PCIe", 312e12), ("NVIDIA L40S", 362e12),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA H20", None), ("NVIDIA L40", None), ("NVIDIA A10", None),
+        ("Tesla V100-SXM2-32GB", 125e12), ("Tesla V100-PCIE-16GB", 112e12), ("Tesla V100S-PCIE-32GB", None),
+        ("NVIDIA A100-PCIE-40GB", 312e12), ("NVIDIA A100-40C", None), ("NVIDIA A100-4-20C", None),
+        ("GRID A100-10C", None), ("GRID V100-8Q", None), ("GRID A100D-1-10CME", None), ("NVIDIA H100-80C", None),
         ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("", None),
     ],
 )  # fmt: skip
@@ -91,6 +94,53 @@ def test_only_the_experts_of_a_token_count_and_frozen_weights_have_no_gradient()
     assert trained is not None
     assert frozen is not None
     assert frozen.of_parameters == trained.of_parameters * 4 / 6
+
+
+def test_an_adapter_on_experts_counts_for_those_of_a_token():
+    peft = pytest.importorskip("peft")
+
+    def flops(num_used: int, rank: int) -> float:
+        model = transformers_model("mixtral", num_local_experts=4, num_experts_per_tok=num_used)
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        settings = peft.LoraConfig(r=rank, target_modules=[], target_parameters=names, task_type="CAUSAL_LM")
+        found = ModelFlops.of(peft.get_peft_model(model, settings))
+        assert found is not None
+        return found.of_parameters
+
+    of_a_rank_and_an_expert = 6 * 2 * ((96 + 2 * 200) + (200 + 96))
+    for num_used in (1, 4):
+        assert flops(num_used, rank=5) - flops(num_used, rank=2) == 3 * num_used * of_a_rank_and_an_expert
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_packed_weights_count_all_their_elements(storage):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = transformers_model("llama", tie_word_embeddings=False)
+    model.requires_grad_(requires_grad=False)
+    whole = ModelFlops.of(model)
+    for module in list(model.modules()):
+        for name, linear in module.named_children():
+            if isinstance(linear, nn.Linear):
+                packed = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, quant_storage=storage)
+                packed.weight = bnb.nn.Params4bit(
+                    linear.weight.data, requires_grad=False, quant_storage=storage, module=packed
+                )
+                setattr(module, name, packed.to("cpu"))
+    assert model.lm_head.weight.dtype == storage
+    assert model.lm_head.weight.numel() < 128 * 96
+    assert ModelFlops.of(model) == whole
+
+
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "gpt_neo"])
+def test_layers_of_unknown_types_have_no_flops(kind):
+    from transformers import AutoConfig
+
+    class Model(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.config = AutoConfig.for_model(kind)
+
+    assert ModelFlops.of(Model()) is None
 
 
 def test_windows_limit_the_positions():

@@ -26,6 +26,11 @@ PLAIN, ONEFOLD, FSDP2, DEEPSPEED = "plain torch", "onefold", "FSDP2", "DeepSpeed
 _LOSS, _GRADIENT, _UPDATE = 1e-4, 1e-3, 0.02
 # Gradients below this share of the norm of all gradients are rounding errors, as those of the biases of keys.
 _NOISE = 1e-5
+# The difference of ZeRO to plain torch for parameters without a gradient.
+_UNUSED = (
+    ". It has no gradient, which counts as zero, so weight decay and momentum apply. Freeze parameters that are never "
+    "used with requires_grad_(False)"
+)
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Variant:
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def step(self, number: int) -> dict[str, Any]:
-        """Return loss, gradients and weights of a step."""
+        """Return loss, gradients, weights and buffers of a step."""
         import torch
 
         return torch.load(self.folder / f"step{number}.pt", weights_only=True)  # type: ignore[no-any-return]
@@ -129,34 +134,44 @@ def report(found: Sequence[Variant], steps: int) -> int:
 
 def first_difference(plain: Variant, other: Variant, steps: int) -> str | None:
     """Describe the first tensor that differs, in the order of a step, or return None."""
-    before = plain.step(0)["weights"], other.step(0)["weights"]
-    changed = next((name for name in before[0] if not before[0][name].equal(before[1][name])), None)
-    if changed is not None:
-        return f"the weight {changed} differs before the first step"
+    first, its_first = plain.step(0), other.step(0)
+    for kind in ("weights", "buffers"):
+        changed = next((name for name in first[kind] if not first[kind][name].equal(its_first[kind][name])), None)
+        if changed is not None:
+            return f"the {kind.removesuffix('s')} {changed} differs before the first step"
+    before, has_gradient = (first["weights"], its_first["weights"]), False
     for number in range(1, steps + 1):
         a, b = plain.step(number), other.step(number)
         if not abs(a["loss"] - b["loss"]) <= _LOSS * abs(a["loss"]):  # also true of NaN
             return f"the loss of step {number} is {b['loss']:.6f} instead of {a['loss']:.6f}"
         total = math.sqrt(sum(float(each.norm()) ** 2 for each in a["gradients"].values()))
-        for name in a["weights"]:
-            expected, got = a["gradients"][name], b["gradients"][name]
+        has_gradient = has_gradient or total > 0
+        for name, expected in a["gradients"].items():
+            got = b["gradients"][name]
             off, size = float((expected - got).norm()), float(expected.norm())
             if not off <= _GRADIENT * size + _NOISE * total:
                 return f"step {number}: the gradient of {name} differs, {_sizes(off, size, float(got.norm()))}"
         for name, weight in a["weights"].items():
-            if float(a["gradients"][name].norm()) <= _NOISE * total:
+            if name in a["gradients"] and 0 < float(a["gradients"][name].norm()) <= _NOISE * total:
                 continue
             expected, got = weight - before[0][name], b["weights"][name] - before[1][name]
             off, size = float((expected - got).norm()), float(expected.norm())
             if not off <= _UPDATE * size + 1e-7 * float(weight.norm()):
-                return f"step {number}: the update of {name} differs, {_sizes(off, size, float(got.norm()))}"
+                text = f"step {number}: the update of {name} differs, {_sizes(off, size, float(got.norm()))}"
+                has_none = name in a["gradients"] and a["gradients"][name].shape != weight.shape
+                return text + (_UNUSED if has_none else "")
+        for name, expected in a["buffers"].items():
+            got = b["buffers"][name]
+            off, size = float((expected - got).norm()), float(expected.norm())
+            if not (expected.equal(got) or off <= _GRADIENT * size):  # as infinities are
+                return f"step {number}: the buffer {name} differs, {_sizes(off, size, float(got.norm()))}"
         before = a["weights"], b["weights"]
-    return None
+    return None if has_gradient else "nothing was compared, because no parameter has a gradient"
 
 
 def _sizes(off: float, expected: float, got: float) -> str:
-    ratio = f"by {off / expected:.1%}" if expected else "where it is zero"
-    return f"{ratio} of its norm ({got:.4g} instead of {expected:.4g})"
+    ratio = f"by {off / expected:.1%} of its norm" if expected else "where it is zero"
+    return f"{ratio} ({got:.4g} instead of {expected:.4g})"
 
 
 def divergences(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
 """Run one rank of `onefold audit`: a user's script with another engine behind `initialize`, whose tensors are recorded.
 
-Rank 0 writes `stepK.pt` after each step: the loss, and the averaged gradient and fp32 weight of each parameter. Each
-rank writes `rankR.json`: checksums of the weights that its script has made, and the loss and a checksum of each step.
+Rank 0 writes `stepK.pt` after each step: the loss, the averaged gradient of each trained parameter, and all fp32
+weights and buffers. Each rank writes `rankR.json`: checksums of the weights that its script has made, and the loss and
+a checksum of each step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from onefold.tools.cli.audit_command import DEEPSPEED, FSDP2, ONEFOLD, PLAIN
 # Sections that the audit replaces or leaves out: it computes in fp32, without offload, files and services.
 _LEFT_OUT = ("bf16", "bfloat16", "fp16", "amp", "tensorboard", "wandb", "comet", "csv_monitor", "data_types", "onefold",
              "scheduler", "zero_optimization", "activation_checkpointing")  # fmt: skip
+# Keys of a config that the audit replaces without an effect on results, or because of --stage.
+_REPLACED = ("steps_per_print", "wall_clock_breakdown", "zero_optimization.stage")
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 
 
@@ -40,6 +43,21 @@ def reduced(config: ConfigSource, stage: int) -> dict[str, Any]:
     document = {key: value for key, value in load_config(config).raw.items() if key.partition(".")[0] not in _LEFT_OUT}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return {**document, "zero_optimization": zero, "steps_per_print": 1 << 30, "wall_clock_breakdown": False}
+
+
+def left_out(config: ConfigSource, stage: int) -> list[str]:
+    """Return the keys of a config that `reduced` leaves out or changes, with dots."""
+    kept = dict(_leaves(reduced(config, stage)))
+    leaves = ((key, value) for key, value in _leaves(load_config(config).raw) if key not in _REPLACED)
+    return [key for key, value in leaves if key not in kept or kept[key] != value]
+
+
+def _leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 def torch_optimizer(section: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -112,21 +130,30 @@ class Audit:
         self._losses: list[Tensor] = []
         self.record: dict[str, Any] = {"losses": [], "weights": []}
 
-    def initialize(self, args: Any = None, model: nn.Module | None = None, optimizer: Any = None, **more: Any) -> Any:
+    def initialize(
+        self,
+        args: Any = None,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        **others: Any,
+    ) -> Any:
         """Take the place of `onefold.initialize` and `deepspeed.initialize`."""
         assert model is not None, "initialize needs a model"
         for name in ("training_data", "lr_scheduler"):
-            if more.get(name) is not None:
+            if others.get(name) is not None:
                 raise ConfigError(f"initialize({name}=...): the audit does not support it. Make it in the script.")
+        if model_parameters is not None:
+            _check_all_trained("model_parameters", model_parameters, model)
         if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = _rebuilt(optimizer)
-        given = (
+            optimizer = _rebuilt(optimizer, model)
+        sources = (
             self._job["config"],
-            more.get("config"),
-            more.get("config_params"),
+            others.get("config"),
+            others.get("config_params"),
             getattr(args, "deepspeed_config", None),
         )
-        config = next((each for each in given if each is not None), None)
+        config = next((each for each in sources if each is not None), None)
         if config is None:
             raise ConfigError("the script passes no config to initialize. Give --config FILE.")
         onefold.init_distributed(dist_backend="gloo")
@@ -136,9 +163,8 @@ class Audit:
         settings = load_config(config)
         stage = settings.zero_optimization.stage if self._job["stage"] is None else self._job["stage"]
         start = {name: _checksum([each.data]) for name, each in model.named_parameters()}
-        left_out = [key for key in settings.raw if key in _LEFT_OUT and key != "zero_optimization"]
-        self.record["never"] = [name for name, _ in _trained(model)]
-        self.record |= {"start": start, "stage": stage, "notices": list(settings.notices), "left_out": left_out}
+        self.record |= {"never": [name for name, _ in _trained(model)], "notices": list(settings.notices)}
+        self.record |= {"start": start, "stage": stage, "left_out": left_out(config, stage)}
         document = reduced(config, stage)
         if self._variant in (PLAIN, FSDP2):
             engine: Any = PlainEngine(model, optimizer, document, is_fsdp=self._variant == FSDP2)
@@ -149,9 +175,9 @@ class Audit:
             extra = {"zero_allow_untested_optimizer": True} if self._variant == DEEPSPEED else {"log_level": "warning"}
             document = {key: value for key, value in document.items() if made is None or key != "optimizer"} | extra
             engine = _REAL["initialize"](model=model, optimizer=made, config=document)[0]
-        weights = _weights(engine.module)
+        tensors = {"weights": _weights(engine.module), "buffers": _buffers(engine.module)}
         if dist.get_rank() == 0:
-            torch.save({"weights": weights}, self._folder / "step0.pt")
+            torch.save(tensors, self._folder / "step0.pt")
         self._wrap(engine)
         return engine, engine.optimizer, None, None
 
@@ -173,36 +199,53 @@ class Audit:
             self.record["never"] = [name for name in self.record["never"] if found[name] is None]
             gradients = {name: torch.zeros(()) if each is None else _whole(each) for name, each in found.items()}
             step(*args, **kwargs)
-            self._write(gradients, _weights(engine.module))
+            self._write(gradients, _weights(engine.module), _buffers(engine.module))
 
         engine.backward, engine.step = recorded_backward, recorded_step
 
-    def _write(self, gradients: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    def _write(self, gradients: dict[str, Tensor], weights: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         loss, rank = torch.stack(self._losses).mean() if self._losses else torch.tensor(float("nan")), dist.get_rank()
         self.record["losses"].append(float(loss))
         self.record["weights"].append(_checksum(weights.values()))
         self._losses, number = [], len(self.record["losses"])
         dist.all_reduce(loss)
         if rank == 0:
-            found = {"loss": float(loss) / dist.get_world_size(), "gradients": gradients, "weights": weights}
-            torch.save(found, self._folder / f"step{number}.pt")
+            found = {"loss": float(loss) / dist.get_world_size(), "gradients": gradients}
+            torch.save({**found, "weights": weights, "buffers": buffers}, self._folder / f"step{number}.pt")
         if number == self._job["steps"]:
             (self._folder / f"rank{rank}.json").write_text(json.dumps(self.record))
             dist.barrier()
             raise SystemExit(0)
 
 
-# Functions of the variant: `initialize`, and those that return the gradient and the fp32 weight of a Parameter.
-_REAL: dict[str, Callable[..., Any]] = {"gradient": lambda parameter: parameter.grad, "weight": lambda parameter: None}
+# Functions of the variant: `initialize`, those that return the gradient and the fp32 weight of a Parameter, and the
+# context in which a Parameter is unsharded.
+_REAL: dict[str, Callable[..., Any]] = {
+    "gradient": lambda parameter: parameter.grad, "weight": lambda parameter: None,
+    "gathered": lambda parameter: nullcontext(),
+}  # fmt: skip
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: (_REAL["weight"](each), each.data) for name, each in _trained(model)}
-    return {name: _whole(stored if fp32 is None else fp32) for name, (fp32, stored) in found.items()}
+    """Return the fp32 weights of all parameters, also of frozen ones."""
+    return {name: _weight(each) for name, each in model.named_parameters()}
+
+
+def _weight(parameter: nn.Parameter) -> Tensor:
+    master = _REAL["weight"](parameter) if parameter.requires_grad else None
+    if master is not None:
+        return _whole(master)
+    with _REAL["gathered"](parameter):
+        return _whole(parameter.data)
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(each) for name, each in model.named_buffers()}
 
 
 def _whole(tensor: Tensor) -> Tensor:
     full = getattr(tensor, "full_tensor", None)  # of FSDP2's DTensors
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return (full() if full is not None else tensor).detach().float().cpu().clone()
 
 
@@ -217,9 +260,22 @@ def _checksum(tensors: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def _rebuilt(optimizer: torch.optim.Optimizer) -> Callable[[Any], torch.optim.Optimizer]:
+def _check_all_trained(argument: str, given: Any, model: nn.Module) -> None:
+    """Raise ConfigError unless these are all trained parameters of the model, without groups."""
+    parameters = list(given)
+    is_plain = all(isinstance(each, nn.Parameter) for each in parameters)
+    if not is_plain or {each for each in parameters if each.requires_grad} != {each for _, each in _trained(model)}:
+        raise ConfigError(
+            f"initialize({argument}=...) has {'other parameters than the model trains' if is_plain else 'groups'}. The "
+            "audit trains all parameters with requires_grad, in one group. Pass model.parameters(), and freeze the "
+            "others with requires_grad_(False)."
+        )
+
+
+def _rebuilt(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
     if len(optimizer.param_groups) != 1:
         raise ConfigError("the audit does not support an optimizer with several groups. Pass the optimizer section.")
+    _check_all_trained("optimizer", optimizer.param_groups[0]["params"], model)
     values = {name: value for name, value in optimizer.param_groups[0].items() if name in optimizer.defaults}
     return lambda parameters: type(optimizer)([each for each in parameters if each.requires_grad], **values)
 
@@ -257,7 +313,7 @@ def main() -> None:
     if job["variant"] in (ONEFOLD, DEEPSPEED):
         real: Any = deepspeed if job["variant"] == DEEPSPEED else onefold
         _REAL.update(gradient=real.utils.safe_get_full_grad, weight=real.utils.safe_get_full_fp32_param)
-        _REAL["initialize"] = real.initialize
+        _REAL.update(initialize=real.initialize, gathered=real.zero.GatheredParameters)
     audit = Audit(job)
     for module in (deepspeed, onefold, onefold.start):
         vars(module)["initialize"] = audit.initialize

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Names of publishers before a slash, and endings of names that have the shape of the base model.
+# Names of publishers before a slash.
 _PUBLISHERS = r"(meta-llama|qwen|mistralai|google|openai|openai-community|microsoft|deepseek-ai)/"
-_VARIANTS = r"-(instruct|base|chat|it|hf|\d+k|v0\.[1-3]|2407|2507)$"
+# Endings of the names of variants with the same config, by the beginning of a key of `MODELS`. Others are not known:
+# Mistral-7B-v0.3 has a larger vocabulary, and Phi-3-mini-128k-instruct has more positions.
+_VARIANTS = {
+    "llama-": "instruct", "qwen2.5-": "instruct", "gemma-2-": "it", "phi-3-mini": "4k-instruct", "deepseek-v3": "base",
+    "mistral-7b": r"(instruct-)?v0\.2", "mixtral-8x7b": r"(instruct-)?v0\.1", "mixtral-8x22b": r"v0\.1",
+}  # fmt: skip
 
 _KEYS = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size", "heads": "num_attention_heads",
@@ -101,7 +106,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64, 12288),
     "mistral-7b": _mistral("mistral", 32, 4096, 14336, 32, vocabulary=32000),
     "mixtral-8x7b": _mistral("mixtral", 32, 4096, 14336, 32, vocabulary=32000, num_local_experts=8),
-    "mixtral-8x22b": _mistral("mixtral", 56, 6144, 16384, 48, vocabulary=32000, num_local_experts=8),
+    "mixtral-8x22b": _mistral("mixtral", 56, 6144, 16384, 48, vocabulary=32000, positions=65536, num_local_experts=8),
     "gemma-2-2b": _gemma2(26, 2304, 9216, 8, 4, 256),
     "gemma-2-9b": _gemma2(42, 3584, 14336, 16, 8, 256),
     "gemma-2-27b": _gemma2(46, 4608, 36864, 32, 16, 128),
@@ -129,6 +134,8 @@ def known_model(text: str) -> str | None:
     """Return the key of `MODELS` for a name such as Qwen/Qwen2.5-7B-Instruct or mistral-7b."""
     name = re.sub(rf"^{_PUBLISHERS}", "", re.sub(r"[ _]+", "-", text.strip().lower()))
     name = re.sub(r"^(meta-)?llama-?(?=3)", "llama-", name)
-    while (shorter := re.sub(_VARIANTS, "", name)) != name and name not in MODELS:
-        name = shorter
+    for beginning, ending in _VARIANTS.items():
+        base = re.sub(f"-{ending}$", "", name)
+        if base.startswith(beginning) and base in MODELS:
+            return base
     return name if name in MODELS else None

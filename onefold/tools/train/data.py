@@ -83,8 +83,8 @@ class Corpus:
         parts = []
         piece = bisect.bisect_right(self._ends, start)
         while start < end:
-            begins = self._ends[piece] - len(self._pieces[piece])
-            part = self._pieces[piece][start - begins : end - begins]
+            first = self._ends[piece] - len(self._pieces[piece])
+            part = self._pieces[piece][start - first : end - first]
             parts.append(part)
             start += len(part)
             piece += 1

@@ -113,12 +113,12 @@ def continue_epochs(engine: Engine, options: TrainOptions, task: Task) -> TrainO
 
 def with_own_keys(prepared: PreparedConfig, folder: Path) -> PreparedConfig:
     """Return the config with a record in the folder of the run, and with signals that stop it, unless it has others."""
-    given = load_config(prepared.document).onefold
-    added: dict[str, object] = {"report": str(folder)} if given.report is None else {}
-    if not given.stop.handled:
-        added["stop"] = {"signals": ["SIGTERM", "SIGUSR1"], "seconds": given.stop.seconds}
-    own = prepared.document.get("onefold")
-    section = {**(own if isinstance(own, Mapping) else {}), **added}
+    settings = load_config(prepared.document).onefold
+    added: dict[str, object] = {"report": str(folder)} if settings.report is None else {}
+    if not settings.stop.handled:
+        added["stop"] = {"signals": ["SIGTERM", "SIGUSR1"], "seconds": settings.stop.seconds}
+    section = prepared.document.get("onefold")
+    section = {**(section if isinstance(section, Mapping) else {}), **added}
     return replace(prepared, document={**prepared.document, "onefold": section})
 
 

@@ -98,11 +98,11 @@ class TrainOptions:
             "qlora": self.qlora or None,
             "steps": self.steps if self.epochs is None else None,
         }
-        given = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
-        given += ["--no-save"] * (not self.save)
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+        arguments += ["--no-save"] * (not self.save)
         for flag, paths in (("--data", self.data), ("--eval-data", self.eval_data)):
-            given += [flag, *paths] if paths else []
-        return tuple(given)
+            arguments += [flag, *paths] if paths else []
+        return tuple(arguments)
 
 
 def default_out(options: TrainOptions) -> str:
@@ -239,15 +239,15 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
     for flag in ("lora", "qlora", "sequence_length", "epochs", "eval_data"):
         if options.model is None and getattr(options, flag):
             raise OptionError(f"--{flag.replace('_', '-')} is for a Hugging Face model. Give --model PATH, too.")
-    given = load_config(options.config or SHIPPED_CONFIG)
-    document: dict[str, Any] = copy.deepcopy(dict(given.raw))
+    config = load_config(options.config or SHIPPED_CONFIG)
+    document: dict[str, Any] = copy.deepcopy(dict(config.raw))
     notes: list[str] = []
     learning_rate = LEARNING_RATE if options.model is None else ADAPTER_RATE if options.adapter_rank else MODEL_RATE
     learning_rate = options.lr or learning_rate
-    if options.config is None or (options.lr is not None and given.optimizer is not None and given.optimizer.type):
+    if options.config is None or (options.lr is not None and config.optimizer is not None and config.optimizer.type):
         _set_parameter(document, "optimizer", "lr", learning_rate)
     if options.lr is not None:
-        _set_maximum_rate(document, given, options.lr)
+        _set_maximum_rate(document, config, options.lr)
     precision = options.precision or ("bf16" if options.config is None and on_gpus else None)
     if precision is not None:
         _set_precision(document, precision)
@@ -255,7 +255,7 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
         document.pop("zero_optimization.stage", None)
         zero = document.get("zero_optimization")
         document["zero_optimization"] = {**(zero if isinstance(zero, Mapping) else {}), "stage": options.stage}
-    keeps_batch = given.train_batch_size is not None and options.accumulation is None
+    keeps_batch = config.train_batch_size is not None and options.accumulation is None
     if options.accumulation is not None:
         document["gradient_accumulation_steps"] = options.accumulation
         document.pop("train_batch_size", None)
@@ -263,21 +263,21 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
         document["train_micro_batch_size_per_gpu"] = options.batch
         if keeps_batch:  # the accumulation follows from the global batch
             document.pop("gradient_accumulation_steps", None)
-    elif not keeps_batch and given.train_micro_batch_size_per_gpu is None:
+    elif not keeps_batch and config.train_micro_batch_size_per_gpu is None:
         document["train_micro_batch_size_per_gpu"] = MICRO_BATCH_SIZE
         notes.append(f"train_micro_batch_size_per_gpu = {MICRO_BATCH_SIZE}")
-    if given.optimizer is None or not given.optimizer.type:
+    if config.optimizer is None or not config.optimizer.type:
         document["optimizer"] = {"type": "AdamW", "params": {"lr": learning_rate}}
         notes.append(f"optimizer = AdamW with lr {learning_rate:g}")
-    elif "lr" not in given.optimizer.params and options.lr is None:
+    elif "lr" not in config.optimizer.params and options.lr is None:
         _set_parameter(document, "optimizer", "lr", learning_rate)
         notes.append(f"optimizer.params.lr = {learning_rate:g}")
-    if given.scheduler is not None and given.scheduler.type.startswith("Warmup"):
+    if config.scheduler is not None and config.scheduler.type.startswith("Warmup"):
         counts = {"warmup_num_steps": max(2, options.steps // 10)}
-        if given.scheduler.type != "WarmupLR":
+        if config.scheduler.type != "WarmupLR":
             counts["total_num_steps"] = max(options.steps, counts["warmup_num_steps"] + 1)
         for name, value in counts.items():
-            if name not in given.scheduler.params:
+            if name not in config.scheduler.params:
                 _set_parameter(document, "scheduler", name, value)
                 if options.config is not None:
                     notes.append(f"scheduler.params.{name} = {value}")

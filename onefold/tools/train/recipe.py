@@ -26,17 +26,17 @@ _INSTEAD = {"bf16": "precision", "save-16bit-model": "no-save", "zero3_save_16bi
 
 def options_of(arguments: argparse.Namespace) -> TrainOptions:
     """Return the options of parsed flags. A resumed run has all others from its folder."""
-    given = _options_in(arguments)
-    if "resume" in given:
-        return _resumed(given.pop("resume"), given)
-    return TrainOptions(**given)
+    options = _options_in(arguments)
+    if "resume" in options:
+        return _resumed(options.pop("resume"), options)
+    return TrainOptions(**options)
 
 
 def _options_in(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options among parsed flags."""
     names = {field.name for field in fields(TrainOptions)}
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    return given | {name: tuple(given[name]) for name in ("data", "eval_data") if name in given}
+    options = {name: value for name, value in vars(arguments).items() if name in names}
+    return options | {name: tuple(options[name]) for name in ("data", "eval_data") if name in options}
 
 
 class _RecipeParser(argparse.ArgumentParser):
@@ -48,17 +48,17 @@ class _RecipeParser(argparse.ArgumentParser):
 
 def with_recipe(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return parsed flags with those of the recipe that they name. Flags of the command replace those of the recipe."""
-    given = dict(vars(arguments))
-    if "recipe" not in given:
+    flags = dict(vars(arguments))
+    if "recipe" not in flags:
         return arguments
-    recipe = given.pop("recipe")
-    if "resume" in given:
-        raise OptionError(f"--resume {given['resume']} reads the recipe in its folder. Leave out {recipe}.")
-    found = vars(read_recipe(Path(recipe)))
+    recipe = flags.pop("recipe")
+    if "resume" in flags:
+        raise OptionError(f"--resume {flags['resume']} reads the recipe in its folder. Leave out {recipe}.")
+    recorded = vars(read_recipe(Path(recipe)))
     for group in _EXCLUSIVE:
-        if any(name in given for name in group):
-            found = {name: value for name, value in found.items() if name not in group}
-    return argparse.Namespace(**{**found, **given})
+        if any(name in flags for name in group):
+            recorded = {name: value for name, value in recorded.items() if name not in group}
+    return argparse.Namespace(**{**recorded, **flags})
 
 
 def read_recipe(path: Path) -> argparse.Namespace:
@@ -84,13 +84,13 @@ def read_recipe(path: Path) -> argparse.Namespace:
             hint = f" Did you mean {near[0]}?" if near else " Keys are the flags of onefold train, without --."
             raise OptionError(f"{path}: {key} is not a key of a recipe.{hint}")
         flags += _flags_of(path, action, str(key), value)
-    found = parser.parse_args(flags)
+    parsed = parser.parse_args(flags)
     for name in ("model", "data", "eval_data", "config"):
-        if hasattr(found, name):
-            here = getattr(found, name)
-            inside = [str(path.parent / each) for each in ([here] if isinstance(here, str) else here)]
-            setattr(found, name, inside[0] if isinstance(here, str) else inside)
-    return found
+        if hasattr(parsed, name):
+            value = getattr(parsed, name)
+            paths = [str(path.parent / each) for each in ([value] if isinstance(value, str) else value)]
+            setattr(parsed, name, paths[0] if isinstance(value, str) else paths)
+    return parsed
 
 
 def _flags_of(path: Path, action: argparse.Action, key: str, value: Any) -> list[str]:
@@ -114,20 +114,20 @@ def write_recipe(options: TrainOptions) -> None:
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if options.config is not None:
-        given = folder / GIVEN_CONFIG
-        if not given.exists() or not given.samefile(options.config):
-            _replace(given, json.dumps(load_config(options.config).raw, indent=2) + "\n")
-    kept: dict[str, Any] = {}
+        copy = folder / GIVEN_CONFIG
+        if not copy.exists() or not copy.samefile(options.config):
+            _replace(copy, json.dumps(load_config(options.config).raw, indent=2) + "\n")
+    recorded: dict[str, Any] = {}
     left_out = ("out", "resume", *(["steps"] if options.epochs is not None else []))
     for name, value in vars(options).items():
         if value == getattr(TrainOptions, name) or name in left_out:
             continue
-        comparable = GIVEN_CONFIG if name == "config" else _comparable(name, value)
-        kept[name.replace("_", "-")] = list(comparable) if isinstance(comparable, tuple) else comparable
-    if kept.pop("save", True) is False:
-        kept["no-save"] = True
+        entry = GIVEN_CONFIG if name == "config" else _comparable(name, value)
+        recorded[name.replace("_", "-")] = list(entry) if isinstance(entry, tuple) else entry
+    if recorded.pop("save", True) is False:
+        recorded["no-save"] = True
     head = "# Written by onefold train. To train so again: onefold train THIS_FILE\n"
-    _replace(folder / RECIPE, head + yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
+    _replace(folder / RECIPE, head + yaml.safe_dump(recorded, sort_keys=False, allow_unicode=True))
 
 
 def _replace(path: Path, text: str) -> None:
@@ -136,23 +136,25 @@ def _replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _resumed(folder: str, given: dict[str, Any]) -> TrainOptions:
+def _resumed(folder: str, flags: dict[str, Any]) -> TrainOptions:
     """Merge the recorded options of a run with the given ones. Raise if they contradict each other."""
     recorded = _read_settings(Path(folder))
-    if given.pop("out", folder) != folder:
+    if flags.pop("out", folder) != folder:
         raise OptionError(f"--resume {folder}: a resumed run writes to its own folder. Leave out --out.")
     for name in KEPT:
-        then, now = (_comparable(name, options.get(name, getattr(TrainOptions, name))) for options in (recorded, given))
-        if name in given and then != now:
+        before, after = (
+            _comparable(name, options.get(name, getattr(TrainOptions, name))) for options in (recorded, flags)
+        )
+        if name in flags and before != after:
             flag = f"--{name.replace('_', '-')}"
-            if not then and name != "seed":
+            if not before and name != "seed":
                 raise OptionError(f"--resume {folder}: the run does not use {flag}. Leave it out.")
-            words = f"{flag} {' '.join(then) if isinstance(then, tuple) else then}"
+            words = f"{flag} {' '.join(before) if isinstance(before, tuple) else before}"
             raise OptionError(f"--resume {folder}: the run uses {words}. Leave {flag} out, or give {words}.")
     for group in _EXCLUSIVE:
-        if any(name in given for name in group):
+        if any(name in flags for name in group):
             recorded = {name: value for name, value in recorded.items() if name not in group}
-    return TrainOptions(**{**recorded, "resume": True, "out": folder, **given})
+    return TrainOptions(**{**recorded, "resume": True, "out": folder, **flags})
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

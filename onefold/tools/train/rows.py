@@ -188,8 +188,8 @@ def read_row(row: Any, where: str) -> tuple[str, str | list[Any]]:
     if kind is None:
         if not isinstance(row, Mapping):
             raise DataError(f'{where}: expected an object, as in {{"text": ...}}, not {_kind(row)}')
-        found = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
-        raise DataError(f"{where}: the row has {found[:200]}. {_EXPECTED}")
+        columns = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
+        raise DataError(f"{where}: the row has {columns[:200]}. {_EXPECTED}")
     if kind in ("chat", "ShareGPT"):
         return "", _messages(row["messages"], where) if kind == "chat" else _turns(row["conversations"], where)
     if kind == "prompts":
