@@ -183,7 +183,8 @@ def wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> tuple[int, str
 def last_words(log: Path) -> str:
     """The last error line of a rank; later lines are often only noise of the shutdown."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and not line.startswith("File ")]
+    names = ("Error", "HostShortage")
+    errors = [line for line in lines if any(name in line for name in names) and not line.startswith("File ")]
     return re.sub(r"^\[rank\d+\]: ", "", (errors or lines or ["no output"])[-1])[:300]
 
 

@@ -291,7 +291,8 @@ def _onefold(
 
 CPU = {"device": "cpu"}
 DISK = {"device": "nvme", "nvme_path": os.environ.get("ONEFOLD_BENCH_DISK", tempfile.gettempdir()), "max_in_cpu": 0}
-AUTO = {"device": "cpu", "ratio": "auto"}
+AUTO_RATIO = {"ratio": "auto"}
+AUTO = {"device": "cpu", **AUTO_RATIO}
 # Whatever fits under the budget stays on the device: parameters at 2 bytes, states and gradients at 14, and what is on
 # its way down. Of 1.3B parameters 72% leaves the states of 8 blocks, 30%, on the host.
 SOME_BUDGET, ROOMY_BUDGET, LARGEST_BUDGET = "bytes of 72% of the states", 60.0, 118.0
@@ -403,6 +404,13 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     ),
     "offload-onefold-largest-8bit-in-backward": _offloaded(
         3, LARGEST_BUDGET, {**INT8, **SPLIT_8, **IN_BACKWARD}, offload_optimizer=AUTO, offload_param=CPU
+    ),
+    "offload-onefold-largest-8bit-disk": _offloaded(
+        3,
+        LARGEST_BUDGET,
+        {**INT8, **SPLIT_8, **IN_BACKWARD, "host_memory": 118},
+        offload_optimizer={**DISK, **AUTO_RATIO},
+        offload_param=CPU,
     ),
     **REDUCING_IN_BF16,
 }

@@ -96,9 +96,16 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
         from onefold import tiled_cross_entropy as loss
     torch.manual_seed(workload.seed)
 
+    # Modules are built in fp32, and cast when all are built. Values of the largest models only fit in bf16.
+    fits = not cuda or 4 * shape.num_parameters < 0.9 * torch.cuda.get_device_properties(device).total_memory
+
     def construct() -> GPT:
-        with device:
-            return GPT(shape, recompute=workload.recompute, loss=loss)
+        torch.set_default_dtype(torch.float32 if fits else torch.bfloat16)
+        try:
+            with device:
+                return GPT(shape, recompute=workload.recompute, loss=loss)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
     snapshot = os.environ.get(SNAPSHOT) if cuda and rank == 0 else None
     if snapshot is not None:  # it then also says who allocated what was there before that step

@@ -1600,6 +1600,27 @@ MUTATIONS = [
         "test_listed_experts.py -k marked_list",
     ),
     Mutation(
+        "exchange-dropped-by-an-error",
+        "onefold/moe/expert_ranks.py",
+        "            exchange.finish()  # The",
+        "            pass  # The",
+        "test_shared_experts.py -k expert_raises",
+    ),
+    Mutation(
+        "early-output-dropped-in-a-checkpoint",
+        "onefold/moe/shared_experts.py",
+        "self._output is not None and not inside_checkpoint()",
+        "self._output is not None",
+        "test_shared_experts.py -k another_call",
+    ),
+    Mutation(
+        "early-output-of-changed-tokens",
+        "onefold/moe/shared_experts.py",
+        "return tokens._version, ",
+        "return 0, ",
+        "test_shared_experts.py -k another_call",
+    ),
+    Mutation(
         "tokens-that-differ-from-themselves",
         "onefold/moe/listed_experts.py",
         "equal_nan=True",

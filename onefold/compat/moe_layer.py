@@ -76,6 +76,10 @@ class MOELayer(nn.Module):
         self.exp_counts: Tensor | None = None
         """The number of choices of each expert in the last call."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the results of the last call: a tensor with a graph cannot be copied."""
+        return {**self.__dict__, "l_aux": None, "exp_counts": None}
+
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing = self.gate(tokens, used_token)

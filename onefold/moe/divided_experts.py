@@ -25,7 +25,7 @@ experts of other ranks are placeholders while part i is gathered.
 A router has chosen k experts for each token. A rank sorts the k copies of its tokens by expert, sends the number of
 tokens of each expert, and then the tokens. The layer computes the tokens that have arrived, with a weight of 1, and
 sends the results back. The rank of the token multiplies them by the weights of the router, and adds the k results. In
-backward, gradients take the same path. The shared expert of a block computes while tokens travel to their experts
+backward, gradients take the same path. The shared expert of a block computes while the first exchange is in flight
 ([Note: shared experts compute early]). A rank whose experts get no token computes one row of zeros, or no rows with
 experts in a list, so that its gradients are ready when those of other ranks are.
 """

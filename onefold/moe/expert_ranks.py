@@ -66,22 +66,28 @@ def exchange_tokens(
     sent: Sequence[int],
     received: Sequence[int],
     anchor: Tensor | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    overlapped: Callable[[], None] | None = None,
 ) -> Tensor:
     """Send the first `sent[0]` rows to rank 0, the next ones to rank 1 and so on. Return the received rows.
 
-    `meanwhile` runs while they travel. Autograd sends the gradients of rows back, and runs the backward of `meanwhile`
-    while they travel. `anchor` requires a gradient. It makes every rank run the backward, if the rows of only some
-    ranks require one.
+    `overlapped` runs while the exchange is in flight. Autograd exchanges the gradients of the rows in the other
+    direction, and runs the backward of `overlapped` while that exchange is in flight. `anchor` requires a gradient. It
+    makes every rank run the backward, if the rows of only some ranks require one.
     """
-    travel = _Travel(ranks, sent, received)
-    arriving: Tensor = _Send.apply(travel, rows, anchor)  # type: ignore[no-untyped-call]
-    meanwhile()
-    arrived: Tensor = _Receive.apply(travel, arriving)  # type: ignore[no-untyped-call]
+    exchange = _Exchange(ranks, sent, received)
+    arriving: Tensor = _Send.apply(exchange, rows, anchor)  # type: ignore[no-untyped-call]
+    # Without gradients of rows, `_Receive` saves no tensor, so that a checkpoint could end its recomputation in here.
+    if overlapped is not None and (arriving.requires_grad or not torch.is_grad_enabled()):
+        try:
+            overlapped()
+        except BaseException:
+            exchange.finish()  # The other ranks take part in it.
+            raise
+    arrived: Tensor = _Receive.apply(exchange, arriving)  # type: ignore[no-untyped-call]
     return arrived
 
 
-class _Travel:
+class _Exchange:
     """The exchange of rows in forward, and of their gradients in backward."""
 
     def __init__(self, ranks: ExpertRanks, sent: Sequence[int], received: Sequence[int]) -> None:
@@ -109,25 +115,25 @@ class _Send(torch.autograd.Function):
     """Starts to send rows. Its backward waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, travel: _Travel, rows: Tensor, anchor: Tensor | None) -> Tensor:
-        ctx.travel = travel
-        return travel.start(rows)
+    def forward(ctx: Any, exchange: _Exchange, rows: Tensor, anchor: Tensor | None) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, sent_back: Tensor) -> tuple[Any, ...]:
-        return None, ctx.travel.finish(), None
+        return None, ctx.exchange.finish(), None
 
 
 class _Receive(torch.autograd.Function):
     """Waits for rows. Its backward starts to send their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, travel: _Travel, arriving: Tensor) -> Tensor:
-        ctx.travel = travel
+    def forward(ctx: Any, exchange: _Exchange, arriving: Tensor) -> Tensor:
+        ctx.exchange = exchange
         # Without a saved tensor, a checkpoint would neither run again up to here nor before this backward.
         ctx.save_for_backward(arriving.new_empty(0))
-        travel.finish()
+        exchange.finish()
         ctx.mark_dirty(arriving)
         return arriving
 
@@ -135,5 +141,5 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # Runs a checkpoint again, which exchanges tokens, before gradients are exchanged.
-        ctx.travel.start_back(gradients)
+        ctx.exchange.start_back(gradients)
         return None, gradients

@@ -34,17 +34,17 @@ class TokenExchange:
         num_choices: int,
         trains: bool,
         experts: Callable[[Tensor, Arriving], Tensor],
-        meanwhile: Callable[[], None] = lambda: None,
+        overlapped: Callable[[], None] | None = None,
     ) -> Tensor:
         """Return the results of the experts for the rows of this rank.
 
         `rows` are sorted by expert, `counts` has their number for each expert. `experts` computes the rows that arrive
-        at this rank, by rank and own expert. `num_choices` is the number of experts of a token. `meanwhile` runs while
-        rows travel to the experts.
+        at this rank, by rank and own expert. `num_choices` is the number of experts of a token. `overlapped` runs
+        while the exchange that sends rows to the experts is in flight.
         """
         sent, arriving = self._route(rows, counts, num_choices)
         received = [sum(part) for part in arriving]
-        computed = experts(exchange_tokens(self._ranks, rows, sent, received, meanwhile=meanwhile), arriving)
+        computed = experts(exchange_tokens(self._ranks, rows, sent, received, overlapped=overlapped), arriving)
         anchor = rows.new_zeros((), requires_grad=True) if trains and torch.is_grad_enabled() else None
         return exchange_tokens(self._ranks, computed, received, sent, anchor)
 

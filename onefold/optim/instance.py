@@ -257,6 +257,9 @@ class InstanceRule:
     def apply_stored(self, tile: StoredTile, hyper: Hyper, step: int) -> bool:
         return False
 
+    def apply_stored_together(self, tiles: Sequence[StoredTile], hyper: Hyper, step: int) -> bool:
+        return False
+
     def apply_together(self, tiles: Sequence[Tile], hyper: Hyper, step: int) -> None:
         for tile in tiles:
             self.apply(tile, hyper, step)

@@ -36,13 +36,15 @@ from onefold.offload.shard_store import ShardStore
 from onefold.offload.state_codec import Dither, host_tile
 from onefold.offload.write_check import WriteCheck
 from onefold.optim.matrix_rules import AnyRule, MatrixRule
-from onefold.optim.rules import MASTER, Hyper, StoredTile, Tile
+from onefold.optim.rules import MASTER, Hyper, Rule, StoredTile, Tile
 from onefold.plan import StateSpec
 from onefold.plan.layout import Segment, round_up
 from onefold.runtime import Unit
 
 # Elements of a tile, by device type.
 TILE = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Elements of the small shards that are stepped together, by device type.
+_TOGETHER = {"cpu": TILE["cpu"], "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -202,34 +204,45 @@ class ElementwiseUpdate:
 
         A kernel of a small shard takes less time than its launch.
         """
-        parts: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]] = {}
-        weights: list[torch.Tensor] = []
-        masters: list[torch.Tensor] = []
-        compared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        by_group: dict[int, list[StoredTile]] = {}
         for store, gradient in shards:
-            used, out = store.compared_model_weight, publisher_on_device(store).memory(0, store.stop - store.start)
-            for segment in store.stepped_segments(0, store.stop - store.start):
+            size = store.stop - store.start
+            used, out = store.compared_model_weight, publisher_on_device(store).memory(0, size)
+            for segment in store.stepped_segments(0, size):
                 inside = slice(segment.start, segment.stop)
-                master = store.master[inside].tensor
-                if used is not None:
-                    compared.append((master, used[inside]))
-                states = {name: state[inside].tensor for name, state in store.states.items()}
-                parts.setdefault((segment.group, master.dtype), []).append((master, gradient[inside], states))
-                if out is not None:
-                    weights.append(out[inside])
-                    masters.append(master)
-        self.writes.take_over_all(compared)
-        for (group, dtype), some in parts.items():
-            rule, begins = self._rules[group], group in step.begins
+                held = {name: state[inside] for name, state in store.states.items()}
+                held[MASTER] = store.master[inside]
+                weights = out[inside] if out is not None else None
+                by_group.setdefault(segment.group, []).append(
+                    StoredTile(held, gradient[inside], step.coefficient, step.skip, None, weights, used is not None)
+                )
+        for group, stored in by_group.items():
+            rule = self._rules[group]
             assert not isinstance(rule, MatrixRule), "matrices have flat parameters of their own"
-            scaled = self._scaled_together([gradient for _, gradient, _ in some], step.coefficient, dtype)
-            tiles = [
-                Tile(master, gradient, states, group, step.skip, begins)
-                for (master, _, states), gradient in zip(some, scaled, strict=True)
-            ]
+            if rule.apply_stored_together(stored, step.groups[group], step.number):
+                continue
+            for some in _split(stored, TILE[stored[0].gradient.device.type]):
+                self._update_in_torch(rule, group, some, step)
+
+    def _update_in_torch(self, rule: Rule, group: int, stored: Sequence[StoredTile], step: StepValues) -> None:
+        """Update stored tiles of one group by kernels of torch for several tensors."""
+        masters = [tile.held[MASTER].tensor for tile in stored]
+        used = [(master, tile.weights) for master, tile in zip(masters, stored, strict=True) if tile.takes_over]
+        self.writes.take_over_all([(master, weights) for master, weights in used if weights is not None])
+        for dtype in dict.fromkeys(master.dtype for master in masters):
+            some = [tile for tile, master in zip(stored, masters, strict=True) if master.dtype == dtype]
+            scaled = self._scaled_together([tile.gradient for tile in some], step.coefficient, dtype)
+            tiles = []
+            for tile, gradient in zip(some, scaled, strict=True):
+                states = {name: buffer.tensor for name, buffer in tile.held.items()}
+                master = states.pop(MASTER)
+                tiles.append(Tile(master, gradient, states, group, step.skip, group in step.begins))
             rule.apply_together(tiles, step.groups[group], step.number)
-        if weights:
-            torch._foreach_copy_(weights, masters)
+        cast = [
+            (tile.weights, master) for tile, master in zip(stored, masters, strict=True) if tile.weights is not None
+        ]
+        if cast:
+            torch._foreach_copy_([weights for weights, _ in cast], [master for _, master in cast])
 
     def _scaled_together(
         self, gradients: list[torch.Tensor], coefficient: float | torch.Tensor, dtype: torch.dtype
@@ -305,9 +318,9 @@ class ElementwiseStep:
         """Step a shard whose state is on the device, now or with others."""
         if self._values is not step:  # discard what a failed step has left
             self._small, self._num_waiting, self._batches, self._num_final, self._values = [], 0, [], 0, step
-        size, tile = store.stop - store.start, TILE[store.device.type]
-        if size <= tile // 2 and self._elementwise.can_join(store):
-            if self._num_waiting + size > tile:
+        size, device = store.stop - store.start, store.device.type
+        if size <= TILE[device] // 2 and self._elementwise.can_join(store):
+            if self._num_waiting + size > _TOGETHER[device]:
                 self.step_small(step)
             self._small.append((store, gradient))
             self._num_waiting += size
@@ -338,6 +351,17 @@ class ElementwiseStep:
     def _final_batches(self) -> list[list[Unit]]:
         found, self._batches, self._num_final = self._batches[: self._num_final], self._batches[self._num_final :], 0
         return found
+
+
+def _split(tiles: Sequence[StoredTile], size: int) -> Iterator[Sequence[StoredTile]]:
+    """Split tiles into parts of at most `size` elements, which bounds the memory for their scaled gradients."""
+    start = num_elements = 0
+    for stop, tile in enumerate(tiles):
+        num_elements += tile.gradient.numel()
+        if num_elements > size and stop > start:
+            yield tiles[start:stop]
+            start, num_elements = stop, tile.gradient.numel()
+    yield tiles[start:]
 
 
 def publisher_on_device(store: ShardStore) -> Publisher:

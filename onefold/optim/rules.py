@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from onefold.gpu_kernels import kernels_of
+from onefold.gpu_kernels import Kernels, kernels_of
 from onefold.offload.buffer import Buffer
 from onefold.offload.state_codec import Dither
 
@@ -80,6 +80,10 @@ class Rule(Protocol):
         """Update a stored tile in one kernel. Return False, without effect, if there is no such kernel."""
         ...
 
+    def apply_stored_together(self, tiles: Sequence[StoredTile], hyper: Hyper, step: int) -> bool:
+        """Update stored tiles of one group in few kernels. Return False, without effect, if there are none."""
+        ...
+
 
 class PlainRule:
     """A rule without kernels for stored tiles, which are decoded for it."""
@@ -94,6 +98,9 @@ class PlainRule:
             self.apply(tile, hyper, step)
 
     def apply_stored(self, tile: StoredTile, hyper: Hyper, step: int) -> bool:
+        return False
+
+    def apply_stored_together(self, tiles: Sequence[StoredTile], hyper: Hyper, step: int) -> bool:
         return False
 
 
@@ -202,11 +209,8 @@ class AdamRule:
         if hyper.get("amsgrad"):
             return False
         held = [tile.held[name] for name in (MASTER, "exp_avg", "exp_avg_sq")]
-        if all(buffer.is_plain_tensor and buffer.dtype == torch.float32 for buffer in held):
-            # torch's kernel needs as many passes for fp32 gradients of parameters without masters.
-            needs_casts = tile.weights is not None or tile.gradient.dtype != torch.float32
-            decays_alike = hyper["decoupled_weight_decay"] or not hyper["weight_decay"]
-            fused = _fused_kernels(tile.gradient) if needs_casts and decays_alike else None
+        if _is_plain(tile):
+            fused = self._kernels_for(tile, hyper)
             if fused is not None:
                 fused.step(tile, hyper, step)
             return fused is not None
@@ -217,6 +221,33 @@ class AdamRule:
         if kernels is not None:
             kernels.step(tile, AdamNumbers.of(hyper, step))
         return kernels is not None
+
+    def apply_stored_together(self, tiles: Sequence[StoredTile], hyper: Hyper, step: int) -> bool:
+        if hyper.get("amsgrad") or not all(map(_is_plain, tiles)):
+            return False
+        fused = self._kernels_for(tiles[0], hyper)
+        if fused is None or any(self._kernels_for(tile, hyper) is None for tile in tiles):
+            return False
+        alike: dict[Any, list[StoredTile]] = {}
+        for tile in tiles:
+            weights = tile.weights.dtype if tile.weights is not None else None
+            alike.setdefault((tile.gradient.dtype, weights, tile.takes_over), []).append(tile)
+        for some in alike.values():
+            fused.step_together(some, hyper, step)
+        return True
+
+    @staticmethod
+    def _kernels_for(tile: StoredTile, hyper: Hyper) -> Kernels | None:
+        """Return the kernels for a tile with fp32 states, or None if torch's need as few passes or have other bits."""
+        needs_casts = tile.weights is not None or tile.gradient.dtype != torch.float32
+        decays_alike = hyper["decoupled_weight_decay"] or not hyper["weight_decay"]
+        return _fused_kernels(tile.gradient) if needs_casts and decays_alike else None
+
+
+def _is_plain(tile: StoredTile) -> bool:
+    """Return whether master and states are fp32 tensors."""
+    buffers = (tile.held[name] for name in (MASTER, "exp_avg", "exp_avg_sq"))
+    return all(buffer.is_plain_tensor and buffer.dtype == torch.float32 for buffer in buffers)
 
 
 class SGDRule(PlainRule):

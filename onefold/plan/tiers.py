@@ -38,7 +38,7 @@ def assign_tiers(
         for place in reversed(left):  # those that do not fit in host memory are stored on disk, the last ones first
             if host_bytes is None or sum(on_host) <= host_bytes:
                 break
-            settled[place] = replace(settled[place], residency=Residency(Tier.NVME))
+            settled[place] = _with_parameters(replace(settled[place], residency=Residency(Tier.NVME)), plan)
             on_host[place] = count_bytes([settled[place]], plan, Tier.HOST).total
     elif wanted is Tier.NVME:
         spare = plan.offload.optimizer.max_in_cpu

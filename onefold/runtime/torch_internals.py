@@ -90,6 +90,12 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def inside_checkpoint() -> bool:
+    """Return whether a non-reentrant checkpoint of torch saves or recomputes the tensors of this call."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint"
+
+
 @contextmanager
 def outside_checkpoint() -> Iterator[None]:
     """Save tensors for backward as if no checkpoint of torch were around this call.

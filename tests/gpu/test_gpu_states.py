@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +122,44 @@ def test_adamw_in_one_pass_has_the_bits_of_torch(dtype, hyper, factor) -> None:
         )  # fmt: skip
         assert all(map(torch.equal, held, expected))
         assert torch.equal(weights, expected[0].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.37, "on the device"])
+def test_adamw_of_several_tiles_has_the_bits_of_one_at_a_time(factor, takes_over) -> None:
+    """Tiles of two dtypes, with and without model weights, some at addresses that are not aligned."""
+    hyper = {"lr": 1.7e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    generator = torch.Generator("cuda").manual_seed(1)
+    coefficient = torch.full((), 0.7, device="cuda") if factor == "on the device" else factor
+
+    def tiles(
+        values: torch.Tensor, weights: torch.Tensor, gradients: dict[torch.dtype, torch.Tensor], skip: Any
+    ) -> Any:
+        cuts = [0, 1, 1000, 70_000, 70_016, 200_000]
+        for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+            names = (MASTER, "exp_avg", "exp_avg_sq")
+            held = {name: Buffer.of(row[low:high]) for name, row in zip(names, values, strict=True)}
+            has_weights = number != 3
+            gradient = gradients[torch.float16 if number == 1 else torch.bfloat16][low:high]
+            yield rules.StoredTile(
+                held, gradient, coefficient, skip, None, weights[low:high] if has_weights else None,
+                takes_over and has_weights,
+            )  # fmt: skip
+
+    start = torch.stack(
+        [torch.randn(200_000, device="cuda", generator=generator), *torch.zeros(2, 200_000, device="cuda")]
+    )
+    written = start[0].to(torch.bfloat16)
+    written[::7] += 1
+    states = [(start.clone(), written.clone()) for _ in range(2)]
+    for number, skip in enumerate([None, torch.zeros((), device="cuda"), torch.ones((), device="cuda"), None], 1):
+        full = torch.randn(200_000, device="cuda", generator=generator)
+        gradients = {dtype: full.to(dtype) for dtype in (torch.bfloat16, torch.float16)}
+        assert rules.AdamRule().apply_stored_together([*tiles(*states[0], gradients, skip)], hyper, number)
+        for tile in tiles(*states[1], gradients, skip):
+            assert rules.AdamRule().apply_stored(tile, hyper, number)
+        assert all(map(torch.equal, *states))
+    assert not torch.equal(states[0][0], start)
 
 
 @pytest.mark.parametrize("forms", HELD)

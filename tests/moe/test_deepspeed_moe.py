@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import math
@@ -72,6 +73,17 @@ def test_the_layer_gates_as_gshard(k, factor, minimum, trains):
     (output.square().sum() + loss).backward()
     (expected.square().sum() + expected_loss).backward()
     torch.testing.assert_close(ours.grad.flatten(0, 1), plain.grad)
+
+
+def test_a_layer_is_copied_after_a_forward():
+    """The loss of the last forward has a graph, which cannot be copied."""
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, use_rts=False)
+    tokens = torch.randn(2, 4, WIDTH)
+    expected = layer(tokens)[0]
+    copied = copy.deepcopy(layer)
+    assert layer.deepspeed_moe.l_aux is not None
+    assert copied.deepspeed_moe.l_aux is copied.deepspeed_moe.exp_counts is None
+    assert torch.equal(copied(tokens)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from covering import covering
 from models import batches, config, more, net, precision, start
 
 from onefold.config import load_config
-from onefold.plan import FlatParamSpec, Layout, StateSpec, assign_tiers, make_plan
+from onefold.plan import FlatParamSpec, Layout, StateSpec, Tier, assign_tiers, count_bytes, make_plan
 
 
 def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, Any]:
@@ -186,3 +186,25 @@ def peak_while_building() -> tuple[int, int]:
 def test_building_holds_one_unit_twice_at_most(on_ranks):
     extra, block = on_ranks(1, peak_while_building)[0]
     assert block // 2 < extra < block * 3 // 2  # lines are padded
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_the_host_is_filled_to_its_limit_before_states_are_on_the_disk(share):
+    """Parameters stay in host memory, also those with states on the disk."""
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "ratio": "auto"},
+        "offload_param": {"device": "cpu"},
+    }
+    plan = make_plan(load_config(config(3, zero_optimization=zero, **precision("bf16"))), 1)
+    layout = Layout.of([("weight", (4096,), 0)], 1)
+    states = StateSpec(("exp_avg", "exp_avg_sq"))
+    spec = FlatParamSpec(layout, torch.bfloat16, trainable=True, persistent=False, state_spec=states)
+
+    def on_host(limit: int | None) -> int:
+        assigned = assign_tiers([spec] * 20, plan, device_bytes=0, host_bytes=limit)
+        return count_bytes(assigned, plan, Tier.HOST).total
+
+    limit = int(share * on_host(None))
+    one = count_bytes(assign_tiers([spec], plan, device_bytes=0), plan, Tier.HOST)
+    assert limit - one.masters - one.states < on_host(limit) <= limit
