@@ -64,13 +64,13 @@ PRESETS = {
     "15b": ModelShape(num_layers=48, width=5120, num_heads=40, vocabulary=32000, max_sequence=1024),
     "20b": ModelShape(num_layers=44, width=6144, num_heads=48, vocabulary=32000, max_sequence=1024),
     "30b": ModelShape(num_layers=56, width=6656, num_heads=52, vocabulary=32000, max_sequence=1024),
-    "43b": ModelShape(num_layers=60, width=7680, num_heads=60, vocabulary=32000, max_sequence=1024),
+    "38b": ModelShape(num_layers=53, width=7680, num_heads=60, vocabulary=32000, max_sequence=1024),
     # 32 experts in each block, 4 for each token: 0.8B parameters compute a token.
     "moe-tiny": ModelShape(2, 64, 2, 256, 64, num_experts=8, expert_width=32),
     "moe-3b": ModelShape(24, 2048, 16, 32000, 1024, num_experts=32, expert_width=768),
     "moe-3b-loop": ModelShape(24, 2048, 16, 32000, 1024, num_experts=32, expert_width=768, grouped=False),
     # 64 experts in each block, 4 for each token: 6B parameters compute a token.
-    "moe-40b": ModelShape(36, 4096, 32, 32000, 1024, num_experts=64, expert_width=2048),
+    "moe-33b": ModelShape(29, 4096, 32, 32000, 1024, num_experts=64, expert_width=2048),
 }
 
 

@@ -97,7 +97,7 @@ def run(system: str, workload: Workload, started: float) -> dict[str, object]:
     torch.manual_seed(workload.seed)
 
     # Modules are built in fp32, and cast when all are built. Values of the largest models only fit in bf16.
-    fits = not cuda or 4 * shape.num_parameters < 0.9 * torch.cuda.get_device_properties(device).total_memory
+    fits = not cuda or 4 * shape.num_parameters < 0.85 * torch.cuda.get_device_properties(device).total_memory
 
     def construct() -> GPT:
         torch.set_default_dtype(torch.float32 if fits else torch.bfloat16)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from onefold.tools.cli.main import main
-from onefold.tools.cli.trained_models import find_trained
+from onefold.tools.cli.trained_models import _Dialog, find_trained
 from onefold.tools.train.data import DataError
 from onefold.tools.train.options import (
     OptionError,
@@ -78,6 +78,8 @@ def test_keys_of_a_recipe_are_flags_and_flags_of_the_command_replace_them(tmp_pa
         ("epoch: 3", "epoch is not a key of a recipe. Did you mean epochs?"),
         ("resume: runs/a", "resume is not a key of a recipe"),
         ("qqq: 3", "Keys are the flags of onefold train"),
+        ("bf16: false", "bf16 is not a key of a recipe. Did you mean precision?"),
+        ("save-16bit-model: false", "save-16bit-model is not a key of a recipe. Did you mean no-save?"),
         ("batch: [1, 2]", "batch is [1, 2]. Give one value"),
         ("batch: many", "--batch: 'many' is not a whole number"),
         ("lr: true", "lr is True. Give one value"),
@@ -141,7 +143,7 @@ ROWS = [{"prompt": "Add 1 and 2.", "completion": "3"}, {"prompt": "Sing.", "comp
 
 def tokens_of(path: Path, held_out: tuple[str, ...] = ()) -> list[Any]:
     source = Rows([str(path)], Tokens(None, 0), 512, seed=1, held_out=held_out)
-    return [source.train_rows(0, 0, 1, source.num_train), *source.held_out_rows(0, 1, 1)]
+    return [source.train_rows(0, source.num_train), *(rows for rows, _ in source.held_out_rows(0, 1, 1))]
 
 
 def test_lines_an_array_and_parquet_are_the_same_rows(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_sharegpt_and_chat_are_the_same_conversations(tmp_path: Path) -> None:
     for name, row in {"chat.jsonl": {"messages": chat}, "sharegpt.jsonl": {"conversations": turns, "id": 3}}.items():
         (tmp_path / name).write_text(f"{json.dumps(row)}\n" * 2)
         source = Rows([str(tmp_path / name)], Template(), 512, seed=1)
-        ((tokens, labels),) = source.train_rows(0, 0, 1, 1)
+        ((tokens, labels),) = source.train_rows(0, 1)
         assert bytes(tokens[:-1]).decode() == "<system>Be kind.<user>Hi<assistant>Hello"
         assert labels == tokens
     (tmp_path / "bad.jsonl").write_text(json.dumps({"conversations": [{"from": "narrator", "value": "x"}]}))
@@ -217,6 +219,40 @@ def test_evaluation_data_is_held_out_and_the_other_rows_are_all_trained_on(tmp_p
 # -- the trained model -------------------------------------------------------------------------------------------
 
 needs_transformers = pytest.mark.skipif(find_spec("peft") is None, reason="transformers and peft are not installed")
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("row_formats", "has_template", "words"),
+    [
+        ({"chat": 3, "text": 1}, True, "each line is a turn, in the chat template"),
+        ({"ShareGPT": 3}, True, "each line is a turn, in the chat template"),
+        ({"prompts": 2, "chat": 1}, True, "each line is a prompt, without a chat template"),
+        ({"text": 1}, True, "each line is continued"),
+        ({"Alpaca": 1}, True, "each line is an instruction in Alpaca's prompt"),
+        (None, True, "each line is a turn, in the chat template"),
+        (None, False, "each line is continued"),
+    ],
+)
+def test_a_dialog_has_the_format_of_the_training_data(
+    tmp_path: Path, row_formats: dict[str, int] | None, has_template: bool, words: str
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    text = Tokenizer(models.WordLevel({"hi": 0, "<unk>": 1, "</s>": 2}, unk_token="<unk>"))
+    text.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}" if has_template else None
+    tokenizer.save_pretrained(tmp_path / "model")
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=3, **shape)).save_pretrained(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("steps: 1")
+    if row_formats is not None:
+        (tmp_path / "summary.json").write_text(json.dumps({"row_formats": row_formats}))
+    dialog = _Dialog(find_trained(tmp_path), argparse.Namespace(seed=0, temperature=0, max_tokens=2))
+    assert dialog.describe().startswith(words)
+    dialog.answer("hi")
 
 
 @needs_transformers
@@ -279,7 +315,7 @@ def test_qlora_by_a_recipe_then_merge_and_chat(tmp_path: Path, capsys: pytest.Ca
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0]
     kept = read_recipe(run / "recipe.yaml")
-    assert (kept.qlora, kept.steps, hasattr(kept, "epochs")) == (4, len(losses[0]), False)
+    assert (kept.qlora, kept.epochs, hasattr(kept, "steps")) == (4, 2.0, False)
     capsys.readouterr()
     assert main(["merge", str(run)]) == 0
     assert f"the merged model is in {run}/merged" in capsys.readouterr().out
@@ -310,11 +346,12 @@ def test_the_prompt_of_a_chat_is_that_of_the_rows(tmp_path: Path) -> None:
     row = {"instruction": "Add.", "input": "1 2", "output": "3"}
     (tmp_path / "run/model").mkdir(parents=True)
     (tmp_path / "run/model/config.json").write_text("{}")
-    (tmp_path / "run/rows.jsonl").write_text(json.dumps(row))
+    assert find_trained(tmp_path / "run").row_format() is None
     (tmp_path / "run/recipe.yaml").write_text("data: rows.jsonl")
-    assert find_trained(tmp_path / "run").asks_as_alpaca()
-    (tmp_path / "run/rows.jsonl").write_text('{"text": "a"}')
-    assert not find_trained(tmp_path / "run").asks_as_alpaca()
+    assert find_trained(tmp_path / "run").row_format() is None
+    (tmp_path / "run/summary.json").write_text('{"row_formats": {"text": 1, "Alpaca": 3, "chat": 2}}')
+    assert find_trained(tmp_path / "run").row_format() == "Alpaca"
+    assert find_trained(tmp_path / "run/model").row_format() == "Alpaca"
     prompt, _ = read_row(row, "row 1")
     assert prompt == alpaca_prompt("Add.", "1 2")
     assert prompt.endswith("### Input:\n1 2\n\n### Response:\n")

@@ -9,21 +9,25 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from onefold.optim.schedules import WarmupCosineLR
 from onefold.report.run_file import RunFile
 from onefold.tools.cli.main import main
 from onefold.tools.train.data import Corpus, DataError, load_corpus
 from onefold.tools.train.gpt import GPT, PRESETS, GPTConfig
-from onefold.tools.train.loop import count_steps
+from onefold.tools.train.loop import continue_epochs, count_steps, set_rates
 from onefold.tools.train.options import PRESET_NAMES, OptionError, TrainOptions, add_arguments, prepare_config
-from onefold.tools.train.recipe import options_of, write_recipe
+from onefold.tools.train.recipe import options_of, read_recipe, write_recipe
 from onefold.tools.train.rows import ALPACA_HEAD, ALPACA_INPUT, check_first_rows
 from onefold.tools.train.tokens import Rows, Tokens
 
@@ -32,14 +36,15 @@ pytestmark = pytest.mark.program
 # -- data --------------------------------------------------------------------------------------------------------
 
 
-def test_batches_repeat_and_differ_by_seed_step_and_rank() -> None:
+def test_sequences_depend_on_the_seed_and_their_number_and_not_on_the_batch() -> None:
     corpus = load_corpus([], 64)
-    first = corpus.train_batch(seed=1, step=2, rank=3, batch_size=4)
-    again = corpus.train_batch(seed=1, step=2, rank=3, batch_size=4)
-    assert torch.equal(first[0], again[0])
-    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
-    for other in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
-        assert not torch.equal(first[0], corpus.train_batch(*other, batch_size=4)[0])
+    batch = corpus.train_batch(seed=1, first=8, batch_size=4)
+    assert torch.equal(batch[0], corpus.train_batch(seed=1, first=8, batch_size=4)[0])
+    assert torch.equal(batch[0][:, 1:], batch[1][:, :-1])
+    halves = [corpus.train_batch(seed=1, first=number, batch_size=2)[0] for number in (8, 10)]
+    assert torch.equal(batch[0], torch.cat(halves)), "two ranks with half of the batch read the same text"
+    for other in ((0, 8), (1, 12)):
+        assert not torch.equal(batch[0], corpus.train_batch(*other, batch_size=4)[0])
 
 
 def test_windows_run_across_files() -> None:
@@ -52,8 +57,8 @@ def test_windows_run_across_files() -> None:
 
 def test_held_out_text_is_never_trained_on() -> None:
     corpus = Corpus([np.arange(200, dtype=np.uint8)], "numbers", sequence_length=8)
-    trained = {int(corpus.train_batch(0, step, 0, 8)[1].max()) for step in range(50)}
-    held_out = [int(tokens.min()) for tokens, _ in corpus.held_out_batches(0, 1, 2)]
+    trained = {int(corpus.train_batch(0, 8 * step, 8)[1].max()) for step in range(50)}
+    held_out = [int(tokens.min()) for (tokens, _), _ in corpus.held_out_batches(0, 1, 2)]
     assert max(trained) < corpus.num_train <= min(held_out)
 
 
@@ -177,6 +182,73 @@ def test_flags_take_the_place_of_what_the_config_has(tmp_path: Path) -> None:
     assert prepared({}, lr=0.25)["optimizer"] == {"type": "AdamW", "params": {"lr": 0.25}}
 
 
+SCHEDULED = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}, 0.5),
+        ({"type": "WarmupLR", "params": {}}, None),
+        ({"type": "WarmupDecayLR", "params": {"warmup_max_lr": [1e-3]}}, 0.5),
+        ({"type": "WarmupDecayLR", "params": {}}, 0.5),
+        ({"type": "WarmupCosineLR", "params": {}}, None),
+    ],
+)
+def test_the_rate_of_the_command_is_that_of_a_schedule(tmp_path: Path, scheduler: dict, expected: float | None) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": SCHEDULED, "scheduler": scheduler}))
+    document = prepare_config(TrainOptions(config=str(file), lr=0.5), on_gpus=False).document
+    assert document["optimizer"]["params"]["lr"] == 0.5
+    assert document["scheduler"]["params"].get("warmup_max_lr") == expected
+    kept = prepare_config(TrainOptions(config=str(file)), on_gpus=False).document
+    assert kept["scheduler"]["params"].get("warmup_max_lr") == scheduler["params"].get("warmup_max_lr")
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}}, "cycle_max_lr"),
+        ({"scheduler": {"type": "LRRangeTest", "params": {}}}, "scheduler.params.lr_range_test_min_lr"),
+        ({"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1}}}, "scheduler.params.max_lr"),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}, "optimizer.params.muon_lr"),
+    ],
+)
+def test_a_key_that_overrides_the_rate_of_the_command_is_named(tmp_path: Path, document: dict, key: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": SCHEDULED} | document))
+    prepare_config(TrainOptions(config=str(file)), on_gpus=False)
+    with pytest.raises(OptionError, match=rf"--lr 0\.5 has no effect, because the config has .*{key}"):
+        prepare_config(TrainOptions(config=str(file), lr=0.5), on_gpus=False)
+
+
+@pytest.mark.parametrize("schedule", [None, "StepLR", "CosineAnnealingLR"])
+def test_the_rate_of_the_command_replaces_that_of_a_checkpoint(schedule: str | None) -> None:
+    """As if the run had begun with this rate, also for torch's schedules, which restore their initial rate."""
+
+    def made(rate: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+        arguments = {"StepLR": (2,), "CosineAnnealingLR": (9,)}
+        kind = getattr(torch.optim.lr_scheduler, schedule) if schedule else None
+        return optimizer, kind(optimizer, *arguments[str(schedule)]) if kind else None
+
+    def advanced(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> float:
+        for _ in range(steps if scheduler else 0):
+            optimizer.step()
+            scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    saved, straight, resumed = made(0.1), made(0.02), made(0.02)
+    advanced(*saved, 3)
+    rates, base_rates = [0.02], getattr(resumed[1], "base_lrs", None)
+    resumed[0].load_state_dict(saved[0].state_dict())
+    if schedule:
+        resumed[1].load_state_dict(saved[1].state_dict())
+    set_rates(SimpleNamespace(optimizer=resumed[0], lr_scheduler=resumed[1]), rates, base_rates)
+    assert resumed[0].param_groups[0]["lr"] == pytest.approx(advanced(*straight, 3))
+    assert advanced(*resumed, 4) == pytest.approx(advanced(*straight, 4))
+
+
 # -- what a run was made with --------------------------------------------------------------------------------------
 
 
@@ -208,6 +280,9 @@ def test_a_resumed_run_has_the_options_that_it_was_made_with(tmp_path: Path, mon
     )  # fmt: skip
     assert found == expected
     assert prepare_config(found, on_gpus=False).document["train_batch_size"] == 6
+    write_recipe(TrainOptions(out=str(tmp_path / "epochs"), model="m", epochs=2.5, steps=77))
+    recorded = read_recipe(tmp_path / "epochs/recipe.yaml")
+    assert (recorded.epochs, hasattr(recorded, "steps")) == (2.5, False), "steps depend on the batch"
     again = parsed("--resume", str(run), "--preset", "tiny", "--data", "../notes", "--seed", "3", "--stage", "3")
     assert (again.steps, again.stage) == (7, 3), "what it was made with may be given again"
     write_recipe(found)  # as the resumed run does
@@ -437,7 +512,12 @@ def test_a_run_survives_a_killed_rank_and_goes_on_elsewhere(tmp_path: Path) -> N
     assert len(losses(tmp_path / "run")) == 12
 
     settings = tmp_path / "run" / "recipe.yaml"
-    settings.write_text(settings.read_text().replace("tiny", "25m"))
+    before = settings.read_text()
+    refused = start("--resume", str(tmp_path / "run"), "--steps", "9", "--prompt", "other", "--ranks", "1")
+    _, stderr = refused.communicate(timeout=120)
+    assert (refused.returncode, settings.read_text()) == (2, before), "a refused resume changes nothing"
+    assert "has completed 12 of 9 steps. Give a larger --steps" in stderr
+    settings.write_text(before.replace("tiny", "25m"))
     other = start("--resume", str(tmp_path / "run"), "--steps", "20", "--ranks", "1")
     _, stderr = other.communicate(timeout=120)
     assert other.returncode == 2
@@ -471,26 +551,68 @@ def lines(tmp_path: Path, *rows: object, length: int = 8) -> Rows:
 def test_lines_of_json_become_rows(tmp_path: Path) -> None:
     rows = [{"text": "a bb ccc"}, {"prompt": "dddd e", "completion": "ff"}]
     source = lines(tmp_path, *rows, {"text": "held out"})
-    rows_of_tokens = sorted(source.train_rows(0, 0, 1, 2))
+    rows_of_tokens = sorted(source.train_rows(0, 2))
     assert rows_of_tokens[0] == ([77, 1, 2, 3, 99], [-100, 1, 2, 3, 99]), "as the tokenizer begins a text"
     assert rows_of_tokens[1] == ([77, 4, 1, 2, 99], [-100, -100, -100, 2, 99]), "nothing is learnt of a prompt"
-    assert list(source.held_out_rows(0, 1, 2)) == [[([77, 4, 3, 99], [-100, 4, 3, 99])] * 2]
+    assert list(source.held_out_rows(0, 1, 2)) == [([([77, 4, 3, 99], [-100, 4, 3, 99])], 1)]
     cut = lines(tmp_path, {"text": "a bb ccc"}, {"text": "a"}, length=3)
-    assert cut.train_rows(0, 0, 1, 1) == [([77, 1, 2], [-100, 1, 2])]
+    assert cut.train_rows(0, 1) == [([77, 1, 2], [-100, 1, 2])]
     long = lines(tmp_path, {"prompt": "a bb ccc dddd eeeee", "completion": "x yy"}, {"text": "a"}, length=6)
-    assert long.train_rows(0, 0, 1, 1) == [([77, 4, 5, 1, 2, 99], [-100, -100, -100, 1, 2, 99])], "a prompt's end"
+    assert long.train_rows(0, 1) == [([77, 4, 5, 1, 2, 99], [-100, -100, -100, 1, 2, 99])], "a prompt's end"
 
 
-def test_every_line_comes_once_an_epoch_whatever_the_ranks(tmp_path: Path) -> None:
+def test_every_line_comes_once_an_epoch_whatever_the_batches(tmp_path: Path) -> None:
     source = lines(tmp_path, *({"text": "x" * number} for number in range(1, 41)))
-    for world_size in (1, 2):
+    for sizes in ([1] * 38, [2] * 19, [4] * 5 + [1] * 18):
+        firsts = np.cumsum([0, *sizes])
         drawn = [
-            row[0][1]
-            for step in range(38 // world_size)
-            for rank in range(world_size)
-            for row in source.train_rows(step, rank, world_size, 1)
+            row[0][1] for first, size in zip(firsts, sizes, strict=False) for row in source.train_rows(first, size)
         ]
         assert sorted(drawn) == list(range(1, 39)) != drawn
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (2, 4), (3, 50), (7, 16)])
+def test_all_rows_of_evaluation_data_are_evaluated_once(tmp_path: Path, world_size: int, batch_size: int) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(f'{{"text": "{"x" * number}"}}\n' for number in range(1, 101)))
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n' * 3000)
+    source = Rows([str(file)], Tokens(Words(), 99), 8, seed=3, held_out=[str(held_out)])
+    batches = [list(source.held_out_rows(rank, world_size, batch_size)) for rank in range(world_size)]
+    assert len({len(found) for found in batches}) == 1, "all ranks take part in every forward"
+    assert all(len(rows) == max(num, 1) for found in batches for rows, num in found)
+    evaluated = [row[0][1] for found in batches for rows, num in found for row in rows[:num]]
+    assert sorted(evaluated) == list(range(1, 101))
+    assert source.describe().endswith("3,000 rows of " + str(file) + " (text), 100 held out")
+    own = Rows([str(file)], Tokens(Words(), 99), 8, seed=3)
+    assert own.describe().endswith("(text), 150 held out, 64 of them evaluated")
+    ranks = range(world_size)
+    assert sum(num for rank in ranks for _, num in own.held_out_rows(rank, world_size, batch_size)) == 64
+
+
+class ChatWords(Words):
+    """`Words` with a chat template that prints the first token of a text."""
+
+    chat_template = "begin"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        return " ".join(["<begin>", *(each["content"] for each in messages)])
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        ids = [77 if word == "<begin>" else len(word) for word in text.split()]
+        return {"input_ids": [77] * add_special_tokens + ids}
+
+
+def test_a_chat_template_alone_begins_a_conversation(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bb"}]
+    for row in ({"messages": messages}, {"conversations": turns}):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(f"{json.dumps(row)}\n" * 2)
+        source = Rows([str(file)], Tokens(ChatWords(), 99), 8, seed=3)
+        assert source.train_rows(0, 1) == [([77, 1, 2, 99], [77, 1, 2, 99])], "one begin, that of the template"
+    source = lines(tmp_path, {"text": "a bb"}, {"text": "c"})
+    assert source.train_rows(0, 1)[0][0] == [77, 1, 2, 99], "the tokenizer begins a text"
 
 
 @pytest.mark.parametrize(
@@ -534,11 +656,68 @@ def test_epochs_are_steps_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> N
         num_rows: int | None = 38
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    asked = TrainOptions(model="m", epochs=1.5, batch=3, accumulation=2)
-    assert count_steps(asked, Rows()).steps == 5  # 57 rows, 12 in a step
+    options = TrainOptions(model="m", epochs=1.5, batch=3, accumulation=2)
+    assert count_steps(options, Rows()).steps == 5  # 57 rows, 12 in a step
     Rows.num_rows = None
     with pytest.raises(DataError, match="--epochs needs rows"):
-        count_steps(asked, Rows())
+        count_steps(options, Rows())
+
+
+def test_epochs_continue_with_the_samples_that_are_left() -> None:
+    """And a schedule ends at the last step, wherever the batch of the first ones would have put it."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    schedule = WarmupCosineLR(torch.optim.SGD([weight], lr=1.0), total_num_steps=20, warmup_num_steps=2)
+    schedule.step(5)
+    engine = SimpleNamespace(global_steps=5, global_samples=20, batch=SimpleNamespace(train=2), lr_scheduler=schedule)
+    options = continue_epochs(engine, TrainOptions(model="m", epochs=1, steps=20), SimpleNamespace(num_rows=41))
+    assert options.steps == 5 + 11
+    straight = WarmupCosineLR(torch.optim.SGD([weight], lr=1.0), total_num_steps=16, warmup_num_steps=2)
+    straight.step(5)
+    assert schedule.get_last_lr() == straight.get_last_lr()
+
+
+@needs_transformers
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_an_adapter_of_random_weights_is_refused(tmp_path: Path, adapter: str) -> None:
+    """Its weights would not be saved, so the adapter could not be used."""
+    from transformers import LlamaConfig
+
+    from onefold.tools.train.huggingface import HuggingFaceTask
+
+    LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    options = TrainOptions(model=str(tmp_path / "config.json"), sequence_length=8)
+    HuggingFaceTask(options)
+    with pytest.raises(DataError, match=r"LoRA of rank 4: --model .*config.json has no weights"):
+        HuggingFaceTask(replace(options, **{adapter: 4}))
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_epochs_continue_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """The rest of the rows is trained on, whatever the batch of a step, with the rate of the command."""
+    examples = Path(__file__).parents[2] / "examples/huggingface"
+    subprocess.run([sys.executable, str(examples / "tiny.py"), str(tmp_path / "base")], check=True, capture_output=True)
+    data, held_out, config = tmp_path / "rows.jsonl", tmp_path / "held-out.jsonl", tmp_path / "ds.json"
+    data.write_text('{"text": "the cat sleeps"}\n' * 40)
+    held_out.write_text('{"text": "the dog runs"}\n' * 3)
+    config.write_text('{"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}')
+    flags = ["--model", str(tmp_path / "base"), "--data", str(data), "--eval-data", str(held_out), "--batch", "2"]
+    flags += ["--config", str(config), "--save-every", "1", "--sample-length", "0", "--no-save"]
+    first = start(*flags, "--epochs", "0.5", "--ranks", "2", "--out", str(tmp_path / "run"))
+    stdout, stderr = first.communicate(timeout=120)
+    assert first.returncode == 0, stderr
+    assert "training: 5 steps of 4 sequences, 0.5 epochs" in stdout
+    resumed = start("--resume", str(tmp_path / "run"), "--epochs", "1", "--ranks", "1", "--lr", "0.01")
+    stdout, stderr = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, stderr
+    assert "training: 15 steps of 2 sequences, 1 epochs" in stdout, "20 rows on two ranks, and 20 on one"
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step["learning_rate"] for step in metrics] == [0.1] * 5 + [0.01] * 10
+    assert "epochs: 1.0" in (tmp_path / "run/recipe.yaml").read_text()
+    again = start("--resume", str(tmp_path / "run"), "--ranks", "2")
+    _, stderr = again.communicate(timeout=120)
+    assert again.returncode == 2
+    assert "has completed 15 of 15 steps. Give a larger --epochs" in stderr
 
 
 @needs_transformers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,8 +12,9 @@ from typing import Any
 
 from onefold.tools.cli.terminal import fails_on
 from onefold.tools.cli.usage import UsageError, loading_torch
+from onefold.tools.train.options import SUMMARY
 from onefold.tools.train.recipe import RECIPE, read_recipe
-from onefold.tools.train.rows import alpaca_prompt, first_rows, format_of
+from onefold.tools.train.rows import alpaca_prompt
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -25,19 +25,20 @@ class _Trained:
 
     model: Path
     adapter: Path | None
-    recipe: Path | None
+    run: Path | None
+    """The folder of the run of `onefold train` that saved it."""
 
     @property
     def tokenizer(self) -> Path:
         """The folder with the tokenizer."""
         return self.adapter or self.model
 
-    def asks_as_alpaca(self) -> bool:
-        """Return whether the model was trained on Alpaca's rows. False if its data is not there any more."""
-        if self.recipe is None:
-            return False
-        paths = getattr(read_recipe(self.recipe), "data", [])
-        return all(map(os.path.exists, paths)) and "Alpaca" in {format_of(row) for _, row in first_rows(paths)}
+    def row_format(self) -> str | None:
+        """Return the format of most rows that the model was trained on. None if it is not known."""
+        if self.run is None or not (self.run / SUMMARY).is_file():
+            return None
+        formats = json.loads((self.run / SUMMARY).read_text()).get("row_formats") or {}
+        return max(formats, key=lambda name: int(formats[name]), default=None)
 
 
 def find_trained(folder: Path) -> _Trained:
@@ -48,6 +49,7 @@ def find_trained(folder: Path) -> _Trained:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     recipe = next((path for path in (folder / RECIPE, folder.parent / RECIPE) if path.is_file()), None)
+    run = recipe.parent if recipe is not None else None
     found = next((inside for inside in (folder, folder / "adapter", folder / "model") if _has_model(inside)), None)
     if found is None:
         gpt = (folder / "model" / "model.safetensors").is_file()
@@ -57,12 +59,12 @@ def find_trained(folder: Path) -> _Trained:
             else f"{folder}: no model. Give the folder of a run of onefold train --model, or a model of transformers."
         )
     if not (found / _ADAPTER_CONFIG).is_file():
-        return _Trained(found, None, recipe)
-    given = getattr(read_recipe(recipe), "model", None) if recipe is not None else None
-    base = Path(given or json.loads((found / _ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+        return _Trained(found, None, run)
+    recorded = getattr(read_recipe(recipe), "model", None) if recipe is not None else None
+    base = Path(recorded or json.loads((found / _ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
     if not base.is_dir():
         raise UsageError(f"{found}: the model of this adapter, {base}, is not there. Move it back.")
-    return _Trained(base, found, recipe)
+    return _Trained(base, found, run)
 
 
 def _has_model(folder: Path) -> bool:
@@ -135,8 +137,9 @@ class _Dialog:
         self._model = (model if getattr(model, "is_quantized", False) else model.to(device)).eval()
         self._messages: list[dict[str, str]] = []
         has_template = self._tokenizer.chat_template is not None
-        is_alpaca = trained.asks_as_alpaca()
-        self._format = "Alpaca" if is_alpaca else "chat" if has_template else "text"
+        row_format = trained.row_format()
+        is_chat = has_template and row_format in (None, "chat", "ShareGPT")
+        self._format = "chat" if is_chat else row_format if row_format in ("Alpaca", "prompts") else "text"
         torch.manual_seed(options.seed)
 
     def describe(self) -> str:
@@ -144,7 +147,8 @@ class _Dialog:
         return {
             "Alpaca": "each line is an instruction in Alpaca's prompt",
             "chat": "each line is a turn, in the chat template of the model",
-            "text": "each line is continued, because the tokenizer has no chat template",
+            "prompts": "each line is a prompt, without a chat template, as in the training data",
+            "text": "each line is continued, without a chat template",
         }[self._format]
 
     def forget(self) -> None:
@@ -155,22 +159,23 @@ class _Dialog:
         """Return the model's answer to a line."""
         if self._format == "chat":
             self._messages.append({"role": "user", "content": line})
-            given = self._tokenizer.apply_chat_template(
+            encoded = self._tokenizer.apply_chat_template(
                 self._messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         else:
-            given = self._tokenizer(alpaca_prompt(line) if self._format == "Alpaca" else line, return_tensors="pt")
+            encoded = self._tokenizer(alpaca_prompt(line) if self._format == "Alpaca" else line, return_tensors="pt")
         end, options = self._tokenizer.eos_token_id, self._options
-        ids = given["input_ids"].to(self._model.device)
+        ids = encoded["input_ids"].to(self._model.device)
         if ids.shape[1] == 0:
             raise UsageError(f"the tokenizer makes no token of {line!r}. Give more text.")
-        how = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+        temperature = {"temperature": options.temperature} if options.temperature else {}
         written = self._model.generate(
             input_ids=ids,
-            attention_mask=given["attention_mask"].to(ids.device),
+            attention_mask=encoded["attention_mask"].to(ids.device),
             max_new_tokens=options.max_tokens,
             pad_token_id=end if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id,
-            **how,
+            do_sample=bool(temperature),
+            **temperature,
         )
         text: str = self._tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
         self._messages.append({"role": "assistant", "content": text})

@@ -1,7 +1,8 @@
 """Text files as bytes, for the built-in GPT.
 
 Files are memory-mapped, so the ranks of a node share one copy in the page cache. The position of every sequence follows
-from (seed, step, rank), so ranks read different text, and a run is reproducible.
+from the seed and the number of the sequence in the run, so ranks read different text, and a run is reproducible on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ class Corpus:
                 "with --model --sequence-length)."
             )
 
-    def train_batch(self, seed: int, step: int, rank: int, batch_size: int) -> Batch:
+    def train_batch(self, seed: int, first: int, batch_size: int) -> Batch:
         """Return tokens and targets of one micro-batch: bytes, and the bytes that follow them."""
-        return _as_batch(self.train_windows(seed, step, rank, batch_size))
+        return _as_batch(self.train_windows(seed, first, batch_size))
 
-    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        return map(_as_batch, self.held_out_windows(rank, world_size, batch_size))
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Batch, int]]:
+        for windows in self.held_out_windows(rank, world_size, batch_size):
+            yield _as_batch(windows), len(windows)
 
-    def train_windows(self, seed: int, step: int, rank: int, batch_size: int) -> list[Bytes]:
-        """Return windows of `sequence_length + 1` bytes, at positions drawn from (seed, step, rank)."""
+    def train_windows(self, seed: int, first: int, batch_size: int) -> list[Bytes]:
+        """Return windows of `sequence_length + 1` bytes, each at a position drawn from (seed, number of the window)."""
         last = self.num_train - self.sequence_length
-        places = np.random.default_rng([seed, step, rank]).integers(0, last, size=batch_size).tolist()
-        return [self._window(place) for place in places]
+        numbers = range(first, first + batch_size)
+        return [self._window(int(np.random.default_rng([seed, number]).integers(0, last))) for number in numbers]
 
     def held_out_windows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Bytes]]:
         """Yield about 64 sequences spread evenly over the tail, the same number of batches on every rank."""

@@ -46,6 +46,12 @@ class HuggingFaceTask:
                 f"--model {self._path}: the folder has no weights (*.safetensors). To start from random weights, "
                 "give its config.json; the tokenizer next to it is used."
             )
+        if options.adapter_rank and not _has_weights(self._path):
+            raise DataError(
+                f"{options.describe_adapter()}: --model {self._path} has no weights. An adapter is trained on the "
+                "weights of a model, which it needs again when it is used. Give a folder with weights, or train all "
+                "weights without --lora and --qlora."
+            )
         self._tokens = _tokenizer(self._path, self._settings)
         files, held_out = ([str(file) for path in paths for file in files_of(Path(path))]
                            for paths in (options.data, options.eval_data))  # fmt: skip
@@ -54,14 +60,9 @@ class HuggingFaceTask:
             raise DataError("--data mixes rows (.jsonl, .json, .parquet) and text. Give one of them.")
         if held_out and not (rows and all(map(is_rows, held_out))):
             raise DataError("--eval-data needs rows (.jsonl, .json, .parquet) in --data and --eval-data")
-        how = self._tokens, self.sequence_length, options.seed
-        self._source: SequenceSource = Rows(rows, *how, held_out) if rows else Windows(options.data, *how)
-        self.data, self.num_rows = self._source.name, self._source.num_train
-        if options.qlora and not _has_weights(self._path):
-            raise DataError(
-                f"--qlora quantizes weights while they are loaded, but --model {self._path} has none. Give a folder "
-                "with weights."
-            )
+        sequences = self._tokens, self.sequence_length, options.seed
+        self._source: SequenceSource = Rows(rows, *sequences, held_out) if rows else Windows(options.data, *sequences)
+        self.data, self.num_rows, self.row_formats = self._source.name, self._source.num_train, self._source.formats
         lora = f", {options.describe_adapter()}" if options.adapter_rank else ""
         self.name = f"{(self._settings.architectures or [self._settings.model_type])[0]} of {self._path}{lora}"
 
@@ -86,8 +87,8 @@ class HuggingFaceTask:
         if self._options.adapter_rank:
             from peft import LoraConfig, get_peft_model
 
-            asked = LoraConfig(r=self._options.adapter_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = get_peft_model(model, asked)
+            adapter = LoraConfig(r=self._options.adapter_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, adapter)
         return model  # type: ignore[no-any-return]
 
     def _quantization(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +110,12 @@ class HuggingFaceTask:
             "dtype": dtype,
         }
 
-    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
-        return self._pad(self._source.train_rows(step, rank, world_size, batch_size))
+    def train_batch(self, first: int, batch_size: int) -> Batch:
+        return self._pad(self._source.train_rows(first, batch_size))
 
-    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        return map(self._pad, self._source.held_out_rows(rank, world_size, batch_size))
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Batch, int]]:
+        for rows, num_rows in self._source.held_out_rows(rank, world_size, batch_size):
+            yield self._pad(rows), num_rows
 
     def _pad(self, rows: Sequence[Row]) -> Batch:
         longest = max(len(tokens) for tokens, _ in rows)

@@ -6,12 +6,13 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,20 +48,28 @@ def train(options: TrainOptions) -> bool:
     options = replace(options, out=str(options.folder))
     task = choose_task(options)
     options = count_steps(options, task)
-    if os.environ.get("RANK", "0") == "0":
-        write_recipe(options)
     prepared = prepare_config(options, on_gpus=torch.cuda.is_available())
     prepared = with_own_keys(prepared, options.folder)
-    with stop_on_interrupt() as stop_asked:
+    with stop_on_interrupt() as is_stop_requested:
         torch.manual_seed(options.seed)
         engine = start_engine(task, prepared)
         try:
+            path, steps = resume(engine, options)
+            options = continue_epochs(engine, options, task)
+            if options.resume and engine.global_steps >= options.steps:
+                raise ResumeError(
+                    f"--resume {options.folder}: the run has completed {engine.global_steps} of {options.steps} steps. "
+                    f"Give a larger --{'steps' if options.epochs is None else 'epochs'} to continue."
+                )
             progress = make_progress(options.steps, shows=dist.get_rank() == 0)
             introduce(progress, engine, task, options, prepared)
+            if path is not None:
+                progress.print(f"resuming after step {engine.global_steps}, from {path}")
             engine.note_run(steps=options.steps, name=task.name, data=task.data)
-            done = resume(engine, options, progress)
+            if dist.get_rank() == 0:
+                write_recipe(options)
             with progress:
-                steps = train_steps(engine, task, options, progress, stop_asked, done)
+                steps = train_steps(engine, task, options, progress, is_stop_requested, steps)
             finish(engine, task, options, progress, steps)
         finally:
             engine.destroy()
@@ -76,7 +85,7 @@ def train(options: TrainOptions) -> bool:
 
 
 def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
-    """Return the options with epochs converted to steps, rounded up."""
+    """Return the options with the steps of --epochs, rounded up."""
     if options.epochs is None:
         return options
     if task.num_rows is None:
@@ -85,7 +94,21 @@ def count_steps(options: TrainOptions, task: Task) -> TrainOptions:
         )
     config = load_config(prepare_config(options, on_gpus=torch.cuda.is_available()).document)
     batch = solve_batch(config, int(os.environ.get("WORLD_SIZE", "1"))).train
-    return replace(options, epochs=None, steps=math.ceil(options.epochs * task.num_rows / batch))
+    return replace(options, steps=math.ceil(options.epochs * task.num_rows / batch))
+
+
+def continue_epochs(engine: Engine, options: TrainOptions, task: Task) -> TrainOptions:
+    """Return the options with the steps of --epochs after a resume. Earlier steps may have had another batch."""
+    if options.epochs is None or task.num_rows is None or not engine.global_steps:
+        return options
+    left = max(0, math.ceil(options.epochs * task.num_rows - engine.global_samples))
+    steps = engine.global_steps + math.ceil(left / engine.batch.train)
+    section = load_config(prepare_config(replace(options, steps=steps), on_gpus=False).document).scheduler
+    schedule: Any = engine.lr_scheduler
+    if hasattr(schedule, "total_num_steps") and section is not None and "total_num_steps" in section.params:
+        schedule.total_num_steps = section.params["total_num_steps"]
+        schedule.load_state_dict(schedule.state_dict())
+    return replace(options, steps=steps)
 
 
 def with_own_keys(prepared: PreparedConfig, folder: Path) -> PreparedConfig:
@@ -122,14 +145,21 @@ def introduce(progress: Progress, engine: Engine, task: Task, options: TrainOpti
     progress.print(engine.describe())
     progress.print(f"data: {task.describe_data()}")
     batch = engine.batch.train
-    epochs = f", {options.steps * batch / task.num_rows:.3g} epochs" if task.num_rows else ""
+    samples = engine.global_samples + (options.steps - engine.global_steps) * batch
+    epochs = f", {samples / task.num_rows:.3g} epochs" if task.num_rows else ""
     progress.print(f"training: {options.steps:,} steps of {batch:,} sequences{epochs}\n")
 
 
-def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[StepMetrics]:
-    """Load the last checkpoint of a resumed or restarted run, and return its number of steps."""
+def resume(engine: Engine, options: TrainOptions) -> tuple[str | None, list[StepMetrics]]:
+    """Load the last checkpoint of a resumed or restarted run. Return its place, or None, and the metrics of its steps.
+
+    The learning rate is that of the checkpoint, or of --lr.
+    """
     if not options.resume and not (options.save_every > 0 and is_restarted(engine)):
-        return []
+        return None, []
+    optimizer: Any = engine.optimizer
+    rates = [group["lr"] for group in optimizer.param_groups]
+    base_rates = getattr(engine.lr_scheduler, "base_lrs", None)
     try:
         path, client_state = engine.load_checkpoint(options.checkpoint_place)
     except MisfitError as error:
@@ -141,14 +171,24 @@ def resume(engine: Engine, options: TrainOptions, progress: Progress) -> list[St
     if path is None or client_state is None:
         if options.resume:
             raise ResumeError(f"--resume {options.folder}: no checkpoint in {options.checkpoint_place}")
-        return []
-    if options.resume and engine.global_steps >= options.steps:
-        raise ResumeError(
-            f"--resume {options.folder}: the run has completed {engine.global_steps} of {options.steps} steps. Give "
-            "a larger --steps to continue."
-        )
-    progress.print(f"resuming after step {engine.global_steps}, from {path}")
-    return [StepMetrics(**metrics) for metrics in client_state["metrics"]]
+        return None, []
+    if options.lr is not None:
+        set_rates(engine, rates, base_rates)
+    return path, [StepMetrics(**metrics) for metrics in client_state["metrics"]]
+
+
+def set_rates(engine: Engine, rates: Sequence[float], base_rates: Sequence[float] | None) -> None:
+    """Replace the learning rates of a checkpoint. A schedule of DeepSpeed has computed them from the config already."""
+    schedule: Any = engine.lr_scheduler
+    optimizer: Any = engine.optimizer
+    for index, group in enumerate(optimizer.param_groups):
+        if schedule is None:
+            group["lr"] = rates[index]
+        elif base_rates is not None:  # a schedule of torch, which continues from the rate of the last step
+            group["lr"] *= base_rates[index] / schedule.base_lrs[index]
+            group["initial_lr"] = base_rates[index]
+    if schedule is not None and base_rates is not None:
+        schedule.base_lrs = list(base_rates)
 
 
 def is_restarted(engine: Engine) -> bool:
@@ -159,8 +199,8 @@ def is_restarted(engine: Engine) -> bool:
     return bool(restarts)
 
 
-def save(engine: Engine, options: TrainOptions, done: list[StepMetrics]) -> None:
-    metrics = [asdict(metrics) for metrics in done] if dist.get_rank() == 0 else []
+def save(engine: Engine, options: TrainOptions, steps: list[StepMetrics]) -> None:
+    metrics = [asdict(metrics) for metrics in steps] if dist.get_rank() == 0 else []
     engine.save_checkpoint(options.checkpoint_place, client_state={"metrics": metrics})
 
 
@@ -169,31 +209,37 @@ def train_steps(
     task: Task,
     options: TrainOptions,
     progress: Progress,
-    stop_asked: Callable[[], bool],
-    done: list[StepMetrics],
+    is_stop_requested: Callable[[], bool],
+    steps: list[StepMetrics],
 ) -> list[StepMetrics]:
-    """Run optimizer steps until the last one or a request to stop. `done` is the number of steps so far."""
+    """Run optimizer steps until the last one or a request to stop.
+
+    `steps` has the metrics of the completed steps. The new ones are appended to it.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model_flops, peak = ModelFlops.of(engine.module), device_peak(engine.device)
     micro_batch_size, accumulation = engine.batch.micro, engine.batch.accumulation
     engine.train()
     step_started = time.perf_counter()
-    started = step_started - (done[-1].seconds if done else 0.0)
-    for step in range(len(done) + 1, options.steps + 1):
+    started = step_started - (steps[-1].seconds if steps else 0.0)
+    for step in range(len(steps) + 1, options.steps + 1):
+        # Sequences are numbered over the whole run, because steps before a resume may have had another batch.
+        first = engine.global_samples + rank * micro_batch_size
         loss_sum, num_tokens, flops = torch.zeros((), device=engine.device), 0, 0.0
-        for micro_step in range((step - 1) * accumulation, step * accumulation):
-            tokens, targets = task.train_batch(micro_step, rank, world_size, micro_batch_size)
+        for micro_step in range(accumulation):
+            number = first + micro_step * world_size * micro_batch_size
+            tokens, targets = task.train_batch(number, micro_batch_size)
             loss = task.loss(engine, (tokens.to(engine.device), targets.to(engine.device)))
             engine.backward(loss)
-            found = count_tokens(targets)
-            engine.count_tokens(found, tokens.shape[1])
+            num_tokens_of_batch = count_tokens(targets)
+            engine.count_tokens(num_tokens_of_batch, tokens.shape[1])
             engine.step()
             loss_sum += loss.detach().float()
-            num_tokens += found
-            flops += found * model_flops.per_token(tokens.shape[1]) if model_flops is not None else 0.0
+            num_tokens += num_tokens_of_batch
+            flops += num_tokens_of_batch * model_flops.per_token(tokens.shape[1]) if model_flops is not None else 0.0
         # One small all-reduce per step: the mean loss, the number of tokens and their FLOPs (rows differ in length),
         # and whether any rank received a request to stop, so that all stop together.
-        counts = torch.tensor([float(num_tokens), flops, float(stop_asked())]).to(loss_sum)
+        counts = torch.tensor([float(num_tokens), flops, float(is_stop_requested())]).to(loss_sum)
         shared = torch.cat([loss_sum[None] / (accumulation * world_size), counts])
         dist.all_reduce(shared)
         mean_loss, num_tokens_of_all, flops_of_all, num_stopping = shared.tolist()
@@ -214,12 +260,12 @@ def train_steps(
             progress.print(f"step {step:>5}/{options.steps}  held-out loss {metrics.held_out_loss:.4f}")
         step_started = time.perf_counter()
         started += step_started - now  # evaluation does not count as training time
-        done.append(metrics)
+        steps.append(metrics)
         progress.update(metrics)
         stops, signalled = num_stopping and step < options.steps, engine.stop_requested
         saves = options.save_every and (step % options.save_every == 0 or step == options.steps or stops)
         if saves or signalled:
-            save(engine, options, done)
+            save(engine, options, steps)
         if signalled and step < options.steps:
             command = f"onefold train --resume {options.folder}"
             progress.print(f"stopped by {signalled.name} after step {step}; continue with {command}")
@@ -227,7 +273,7 @@ def train_steps(
         if stops:
             progress.print(f"interrupted at step {step}; writing the summary")
             break
-    return done
+    return steps
 
 
 def count_tokens(targets: torch.Tensor) -> int:
@@ -269,6 +315,7 @@ def finish(engine: Engine, task: Task, options: TrainOptions, progress: Progress
         plan=f"stage {engine.plan.stage}: parameters {plan.parameters.placement.value}, gradients "
         f"{plan.gradients.placement.value}, optimizer states {plan.states.placement.value}",
         data=task.data,
+        row_formats=task.row_formats,
         steps_asked=options.steps,
         steps_done=len(steps),
         stopped=len(steps) < options.steps,
@@ -301,15 +348,20 @@ def _mean_speed(steps: list[StepMetrics]) -> float:
 
 @torch.no_grad()
 def evaluate(engine: Engine, task: Task) -> float:
-    """Return the mean loss on the held-out tail."""
+    """Return the mean loss on the held-out sequences."""
     was_training = engine.module.training
     engine.eval()
     batches = task.held_out_batches(dist.get_rank(), dist.get_world_size(), engine.batch.micro)
-    losses = [task.loss(engine, (batch[0].to(engine.device), batch[1].to(engine.device))).float() for batch in batches]
-    mean = torch.stack(losses).mean() / dist.get_world_size()
-    dist.all_reduce(mean)
+    total, num_rows = torch.zeros((), device=engine.device), 0
+    for (tokens, targets), num_rows_of_batch in batches:
+        loss = task.loss(engine, (tokens.to(engine.device), targets.to(engine.device))).float()
+        if num_rows_of_batch:
+            total += loss * num_rows_of_batch
+            num_rows += num_rows_of_batch
+    sums = torch.stack([total, torch.tensor(float(num_rows)).to(total)])
+    dist.all_reduce(sums)
     engine.train(was_training)
-    return float(mean)
+    return float(sums[0] / sums[1])
 
 
 @contextmanager

@@ -24,11 +24,16 @@ LEARNING_RATE = 2e-3
 # Learning rates for a pretrained model.
 ADAPTER_RATE, MODEL_RATE = 2e-4, 2e-5
 LORA_RANK = 16
+# Schedulers whose learning rates do not follow from that of the optimizer, and their keys.
+_RATES_OF_SCHEDULERS = {
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "LRRangeTest": ("lr_range_test_min_lr",),
+    "OneCycleLR": ("max_lr",),
+    "CyclicLR": ("base_lr", "max_lr"),
+}
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
 PRECISIONS = ("bf16", "fp16", "fp32")
-# Flags of which a command and its recipe may give one.
-_EXCLUSIVE = ("steps", "epochs"), ("lora", "qlora")
 
 
 class OptionError(ValueError):
@@ -143,8 +148,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--epochs", type=above_zero, default=argparse.SUPPRESS, metavar="N",
         help="instead of --steps: number of passes over the rows, e.g. 3 or 0.5")  # fmt: skip
     add("--lr", type=above_zero, metavar="RATE",
-        help=f"learning rate, overrides the config (default: {ADAPTER_RATE:g} with --lora, {MODEL_RATE:g} with "
-        f"--model, {LEARNING_RATE:g} for the GPT)")  # fmt: skip
+        help="learning rate, overrides the config and a resumed run (default: "
+        f"{ADAPTER_RATE:g} with --lora, {MODEL_RATE:g} with --model, {LEARNING_RATE:g} for the GPT)")  # fmt: skip
     add("--batch", type=at_least_one, metavar="N",
         help=f"sequences per micro-batch and rank, overrides the config (default: {MICRO_BATCH_SIZE})")  # fmt: skip
     add("--accumulation", type=at_least_one, metavar="N",
@@ -164,7 +169,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-every", type=not_negative, metavar="N",
         help="compute the held-out loss every N steps (default: at the end only)")  # fmt: skip
     add("--eval-data", nargs="+", metavar="PATH",
-        help="rows for the held-out loss (default: the last twentieth of --data)")  # fmt: skip
+        help="rows for the held-out loss, all of which are evaluated (default: 64 of the last twentieth of "
+        "--data)")  # fmt: skip
     saved = parser.add_mutually_exclusive_group()
     saved.add_argument("--no-save", dest="save", action="store_false", default=argparse.SUPPRESS,
         help="do not write the trained weights (default: into OUT/adapter with --lora, else OUT/model)")  # fmt: skip
@@ -240,6 +246,8 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
     learning_rate = options.lr or learning_rate
     if options.config is None or (options.lr is not None and given.optimizer is not None and given.optimizer.type):
         _set_parameter(document, "optimizer", "lr", learning_rate)
+    if options.lr is not None:
+        _set_maximum_rate(document, given, options.lr)
     precision = options.precision or ("bf16" if options.config is None and on_gpus else None)
     if precision is not None:
         _set_precision(document, precision)
@@ -275,6 +283,23 @@ def prepare_config(options: TrainOptions, *, on_gpus: bool) -> PreparedConfig:
                     notes.append(f"scheduler.params.{name} = {value}")
     line = (f"defaults for missing keys: {', '.join(notes)}",) if notes else ()
     return PreparedConfig(document, line)
+
+
+def _set_maximum_rate(document: dict[str, Any], config: Any, rate: float) -> None:
+    """Replace the rate of a scheduler by --lr. Raise OptionError for keys of a config that override it."""
+    optimizer = config.optimizer.params if config.optimizer is not None else {}
+    scheduler = config.scheduler
+    rates = [f"optimizer.params.{name}" for name in ("muon_lr", "adam_lr") if name in optimizer]
+    if scheduler is not None and scheduler.type in _RATES_OF_SCHEDULERS:
+        rates += [f"scheduler.params.{name}" for name in _RATES_OF_SCHEDULERS[scheduler.type]]
+    if rates:
+        raise OptionError(
+            f"--lr {rate:g} has no effect, because the config has {' and '.join(rates)}. Leave out --lr, and change "
+            "the config."
+        )
+    # Without the key, the maximum of WarmupDecayLR is a constant, and that of WarmupLR the rate of the optimizer.
+    if scheduler is not None and (scheduler.type == "WarmupDecayLR" or "warmup_max_lr" in scheduler.params):
+        _set_parameter(document, "scheduler", "warmup_max_lr", rate)
 
 
 def _set_precision(document: dict[str, Any], precision: str) -> None:

@@ -19,6 +19,7 @@ from onefold.comm.collective import Row
 from onefold.log import format_bytes
 from onefold.tools.pages.charts import smooth
 from onefold.tools.pages.plots import new_figure
+from onefold.tools.train.options import SUMMARY
 
 NO_CURVE = "no plot: matplotlib is not installed (pip install 'onefold[plots]'); the numbers are in metrics.jsonl"
 
@@ -159,6 +160,8 @@ class Summary:
     device: str
     plan: str
     data: str
+    row_formats: dict[str, int]
+    """Rows of each format for training. `onefold chat` reads it."""
     steps_asked: int
     steps_done: int
     stopped: bool
@@ -213,7 +216,7 @@ def write_files(folder: Path, summary: Summary, steps: Sequence[StepMetrics]) ->
     """Write metrics.jsonl, summary.json and the loss curve. Return the curve's path, or None without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
-    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    (folder / SUMMARY).write_text(json.dumps(asdict(summary), indent=2) + "\n")
     return _draw_curve(folder / "loss.png", summary, steps)
 
 

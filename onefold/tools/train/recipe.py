@@ -20,6 +20,8 @@ RECIPE, GIVEN_CONFIG = "recipe.yaml", "ds_config.json"
 KEPT = ("preset", "model", "data", "eval_data", "lora", "qlora", "sequence_length", "seed", "checkpoints")
 # Flags of which a command and its recipe may give one.
 _EXCLUSIVE = ("steps", "epochs"), ("lora", "qlora")
+# The keys for flags that the command accepts for other tools, and a recipe does not.
+_INSTEAD = {"bf16": "precision", "save-16bit-model": "no-save", "zero3_save_16bit_model": "no-save"}
 
 
 def options_of(arguments: argparse.Namespace) -> TrainOptions:
@@ -72,12 +74,13 @@ def read_recipe(path: Path) -> argparse.Namespace:
     parser = _RecipeParser(prog=str(path), add_help=False, allow_abbrev=False)
     add_arguments(parser)
     add_job_arguments(parser)
-    actions = {option.removeprefix("--"): each for each in parser._actions for option in each.option_strings}
+    flags_of = {option.removeprefix("--"): each for each in parser._actions for option in each.option_strings}
+    actions = {key: each for key, each in flags_of.items() if each.help != argparse.SUPPRESS and key != "resume"}
     flags: list[str] = []
     for key, value in document.items():
         action = actions.get(str(key))
-        if action is None or key == "resume":
-            near = get_close_matches(str(key), actions, n=1)
+        if action is None:
+            near = [_INSTEAD[key]] if key in _INSTEAD else get_close_matches(str(key), actions, n=1)
             hint = f" Did you mean {near[0]}?" if near else " Keys are the flags of onefold train, without --."
             raise OptionError(f"{path}: {key} is not a key of a recipe.{hint}")
         flags += _flags_of(path, action, str(key), value)
@@ -115,8 +118,9 @@ def write_recipe(options: TrainOptions) -> None:
         if not given.exists() or not given.samefile(options.config):
             _replace(given, json.dumps(load_config(options.config).raw, indent=2) + "\n")
     kept: dict[str, Any] = {}
+    left_out = ("out", "resume", *(["steps"] if options.epochs is not None else []))
     for name, value in vars(options).items():
-        if value == getattr(TrainOptions, name) or name in ("out", "resume", "epochs"):
+        if value == getattr(TrainOptions, name) or name in left_out:
             continue
         comparable = GIVEN_CONFIG if name == "config" else _comparable(name, value)
         kept[name.replace("_", "-")] = list(comparable) if isinstance(comparable, tuple) else comparable

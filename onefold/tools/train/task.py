@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,18 @@ class Task(Protocol):
         """Build the model. `sharded`: no rank may hold all of it, not even temporarily."""
         ...
 
-    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
-        """Return a micro-batch, different for every micro-step and rank, and the same in every run."""
+    @property
+    def row_formats(self) -> dict[str, int]:
+        """Rows of each format for training; empty for the built-in GPT."""
         ...
 
-    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]: ...
+    def train_batch(self, first: int, batch_size: int) -> Batch:
+        """Return a micro-batch, the same in every run. `first` is the number of its first sequence in the run."""
+        ...
+
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Batch, int]]:
+        """Yield micro-batches with the numbers of their rows, as many on every rank. A number may be 0."""
+        ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
 
@@ -68,6 +75,7 @@ class GPTTask:
 
     unit = "byte"
     num_rows = None
+    row_formats: ClassVar[dict[str, int]] = {}
 
     def __init__(self, options: TrainOptions) -> None:
         self._options = options
@@ -86,10 +94,10 @@ class GPTTask:
         with onefold.zero.Init(config_dict_or_path=config, enabled=sharded):
             return GPT(self._config)
 
-    def train_batch(self, step: int, rank: int, world_size: int, batch_size: int) -> Batch:
-        return self._corpus.train_batch(self._options.seed, step, rank, batch_size)
+    def train_batch(self, first: int, batch_size: int) -> Batch:
+        return self._corpus.train_batch(self._options.seed, first, batch_size)
 
-    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    def held_out_batches(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[Batch, int]]:
         return self._corpus.held_out_batches(rank, world_size, batch_size)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

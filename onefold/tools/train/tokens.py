@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -75,17 +76,27 @@ class SequenceSource(Protocol):
         """Rows per epoch; None if the source has no rows."""
         ...
 
+    @property
+    def formats(self) -> dict[str, int]:
+        """Rows of each format for training."""
+        ...
+
     def describe(self) -> str: ...
 
-    def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]: ...
+    def train_rows(self, first: int, batch_size: int) -> list[Row]:
+        """Return a micro-batch. `first` is the number of its first row in the run."""
+        ...
 
-    def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Row]]: ...
+    def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[list[Row], int]]:
+        """Yield micro-batches with their numbers of rows, as many on every rank. A row that only fills has number 0."""
+        ...
 
 
 class Windows:
-    """Windows of text files, at positions drawn from (seed, step, rank), tokenized on demand."""
+    """Windows of text files, at positions drawn from (seed, number of the window), tokenized on demand."""
 
     num_train = None
+    formats: ClassVar[dict[str, int]] = {"text": 1}
 
     def __init__(self, paths: Sequence[str], tokens: Tokens, sequence_length: int, seed: int) -> None:
         self._corpus = load_corpus(paths, sequence_length * BYTES_A_TOKEN)
@@ -96,12 +107,12 @@ class Windows:
         corpus = self._corpus
         return f"{corpus.num_bytes / 1e6:,.1f} MB of {corpus.name}, {corpus.num_held_out:,} bytes held out"
 
-    def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]:
-        return [self._row(window) for window in self._corpus.train_windows(self._seed, step, rank, batch_size)]
+    def train_rows(self, first: int, batch_size: int) -> list[Row]:
+        return [self._row(window) for window in self._corpus.train_windows(self._seed, first, batch_size)]
 
-    def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Row]]:
+    def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[list[Row], int]]:
         for windows in self._corpus.held_out_windows(rank, world_size, batch_size):
-            yield [self._row(window) for window in windows]
+            yield [self._row(window) for window in windows], len(windows)
 
     def _row(self, window: Bytes) -> Row:
         text = window.tobytes().decode(errors="ignore")
@@ -114,8 +125,8 @@ class Rows:
     """Files of rows, see `read_row`.
 
     Every row is used once per epoch, in an order drawn from (seed, epoch). The rows of `held_out` are held out, or the
-    last twentieth of the others. All rows are checked before the first step, and tokenized on demand. Texts and all
-    turns of a conversation are targets; prompts are not.
+    last twentieth of the others, of which 64 are evaluated. All rows are checked before the first step, and tokenized
+    on demand. Texts and all turns of a conversation are targets; prompts are not.
     """
 
     def __init__(
@@ -127,50 +138,54 @@ class Rows:
         self._places = [(file, index) for file in self._files for index in range(len(file))]
         for file, index in self._places:
             self._parts(file, index)
-        given = sum(map(len, self._files[len(paths) :]))
-        if held_out and not given:
+        num_evaluation_rows = sum(map(len, self._files[len(paths) :]))
+        if held_out and not num_evaluation_rows:
             raise DataError(f"--eval-data {', '.join(held_out)} has no rows")
-        self._num_held_out = given or max(int(len(self._places) * HELD_OUT_FRACTION), 1)
+        self._num_held_out = num_evaluation_rows or max(int(len(self._places) * HELD_OUT_FRACTION), 1)
+        self._num_evaluated = num_evaluation_rows or min(self._num_held_out, HELD_OUT_SEQUENCES)
         self.num_train = len(self._places) - self._num_held_out
         if self.num_train < 1:
             raise DataError(
                 f"--data {self.name} has {len(self._places)} rows. Give at least two, because one is held out."
             )
+        self.formats = dict(Counter(str(format_of(file.row(n))) for file, n in self._places[: self.num_train]))
 
     def describe(self) -> str:
-        kinds = {format_of(file.row(0)) for file in self._files if len(file)}
-        return f"{self.num_train:,} rows of {self.name} ({', '.join(map(str, kinds))}), {self._num_held_out:,} held out"
+        num, evaluated = self._num_held_out, self._num_evaluated
+        held_out = f"{num:,} held out{'' if num == evaluated else f', {evaluated:,} of them evaluated'}"
+        return f"{self.num_train:,} rows of {self.name} ({', '.join(self.formats)}), {held_out}"
 
-    def train_rows(self, step: int, rank: int, world_size: int, batch_size: int) -> list[Row]:
-        first = (step * world_size + rank) * batch_size
+    def train_rows(self, first: int, batch_size: int) -> list[Row]:
         return [self._row(self._drawn(number)) for number in range(first, first + batch_size)]
 
     def _drawn(self, number: int) -> int:
         epoch, place = divmod(number, self.num_train)
         return int(_order(self._seed, epoch, self.num_train)[place])
 
-    def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[list[Row]]:
-        """Return the same number of rows for every rank; if there are too few, some repeat."""
-        for index in range(max(1, min(self._num_held_out, HELD_OUT_SEQUENCES) // (world_size * batch_size))):
-            first = (index * world_size + rank) * batch_size
-            places = [self.num_train + place % self._num_held_out for place in range(first, first + batch_size)]
-            yield [self._row(place) for place in places]
+    def held_out_rows(self, rank: int, world_size: int, batch_size: int) -> Iterator[tuple[list[Row], int]]:
+        for start in range(0, self._num_evaluated, world_size * batch_size):
+            first = start + rank * batch_size
+            rows = [self._row(self.num_train + n) for n in range(first, min(first + batch_size, self._num_evaluated))]
+            # Sharded parameters are gathered by all ranks, so a rank without rows evaluates one that is not counted.
+            yield rows or [self._row(self.num_train)], len(rows)
 
     def _row(self, index: int) -> Row:
-        prompt, text = self._parts(*self._places[index])
-        learnt = self._tokens.encode(text)
-        if learnt[-1:] != [self._tokens.end]:  # some chat templates append it
-            learnt.append(self._tokens.end)
+        prompt, text, is_rendered = self._parts(*self._places[index])
+        targets = self._tokens.encode(text)
+        if targets[-1:] != [self._tokens.end]:  # some chat templates append it
+            targets.append(self._tokens.end)
+        # A chat template begins the conversation itself, with or without a token.
+        begin = [] if is_rendered else self._tokens.begin
         # A prompt that is too long is cut from the left to half of the sequence.
-        room = max(self._length - len(learnt), self._length // 2) - len(self._tokens.begin)
-        asked = [*self._tokens.begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
-        return (asked + learnt)[: self._length], ([NOT_PREDICTED] * len(asked) + learnt)[: self._length]
+        room = max(self._length - len(targets), self._length // 2) - len(begin)
+        context = [*begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
+        return (context + targets)[: self._length], ([NOT_PREDICTED] * len(context) + targets)[: self._length]
 
-    def _parts(self, file: RowFile, index: int) -> tuple[str, str]:
-        """Return the prompt of a row, and the target text."""
+    def _parts(self, file: RowFile, index: int) -> tuple[str, str, bool]:
+        """Return the prompt of a row, the target text, and whether the chat template rendered it."""
         where = file.where(index)
         prompt, text = read_row(file.row(index), where)
-        return (prompt, text) if isinstance(text, str) else ("", self._tokens.chat(text, where))
+        return (prompt, text, False) if isinstance(text, str) else ("", self._tokens.chat(text, where), True)
 
 
 @lru_cache(maxsize=2)
