@@ -553,6 +553,15 @@ def test_storages_that_lie_are_refused(tmp_path: Path, arguments: Any, message: 
         read_torch_file(write(tmp_path / "a.pt", tensor_program(*arguments), {"0": bytes(16)}))
 
 
+def test_a_storage_is_not_allocated_by_a_call(tmp_path: Path) -> None:
+    """Read tensors whose storages torch calls untyped, but refuse to create such a storage of any size."""
+    torch.save(torch.ones(4, dtype=torch.uint16), tmp_path / "a.pt")
+    assert torch.equal(read_torch_file(tmp_path / "a.pt"), torch.ones(4, dtype=torch.uint16))
+    torch.save(Calls(torch.UntypedStorage, 64), tmp_path / "b.pt")
+    with pytest.raises(RefusedPickle, match="'StorageType' object is not callable"):
+        read_torch_file(tmp_path / "b.pt")
+
+
 def test_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.randn(100)}, tmp_path / "whole.pt")
     whole = (tmp_path / "whole.pt").read_bytes()

@@ -16,6 +16,7 @@ import pytest
 
 from onefold.tools.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
 from onefold.tools.cli.main import build_parser, main
+from onefold.tools.cli.rank_script import PYTHON_RANK
 from onefold.tools.cli.ranks import Job
 from onefold.tools.cli.usage import UsageError
 
@@ -45,6 +46,20 @@ def script(folder: Path, text: str) -> str:
     head = "import os, sys, time; rank = int(os.environ['RANK'])\ndef say(text): os.write(1, f'{text}\\n'.encode())\n"
     path.write_text(head + text)
     return str(path)
+
+
+def test_a_rank_writes_whole_lines(tmp_path: Path) -> None:
+    """Receive each write of a rank as one message. Ranks share the terminal, where the parts of lines would mix."""
+    text = (
+        "for stream in (sys.stdout, sys.stderr):\n    print('step', 1, 'loss', 0.5, file=stream)\nprint('end', end='')"
+    )
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        command = [*PYTHON_RANK, script(tmp_path, text)]
+        subprocess.run(command, stdout=theirs, stderr=theirs, env={**os.environ, "RANK": "0"}, check=True)
+        ours.setblocking(False)
+        received = [ours.recv(100) for _ in range(3)]
+    assert received == [b"step 1 loss 0.5\n", b"step 1 loss 0.5\n", b"end"]
 
 
 # -- hostfiles and choices ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ NAMES = [
     "torch.Size", "torch.Tensor", "torch.FloatStorage", "torch.ByteStorage", "torch.bfloat16", "torch.empty",
     "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter",
     "torch._utils._rebuild_qtensor", "torch._utils._rebuild_sparse_tensor",
-    "torch._utils._rebuild_meta_tensor_no_storage",
+    "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_meta_tensor_no_storage", "torch.float8_e4m3fn",
     "torch._utils._rebuild_wrapper_subclass", "torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout",
     "torch.nn.parameter.Parameter", "collections.OrderedDict", "collections.Counter", "torch.per_tensor_affine",
     "torch.storage.UntypedStorage", "torch.storage.TypedStorage", "torch._utils._rebuild_device_tensor_from_numpy",

@@ -304,7 +304,7 @@ def _check_position(folder: Path, schedule: Any, num_steps: int) -> None:
     if isinstance(position, int) and num_steps and position > num_steps and position % num_steps == 0:
         logger.warning(
             "%s: the schedule is at step %d after %d steps of the optimizer. Accelerate advances it once per process "
-            "in each step, unless split_batches is set; onefold advances it once. See docs/moving-from-fsdp2.md.",
+            "in each step, unless split_batches is set, and onefold once. See docs/moving-from-fsdp2.md.",
             folder, position, num_steps,
         )  # fmt: skip
 
@@ -339,16 +339,15 @@ class _Optimizer:
                 case _:
                     raise ValueError(f"{folder}: {entry.name!r} is not a known entry of an optimizer's state")
         groups, parameters = _groups(folder, values, model)
-        names = sorted({state for found in states.values() for state in found} & _GROUP_KEYS.keys())
-        for state, (owner, key, other) in ((name, _GROUP_KEYS[name]) for name in names):
-            if not all(key in group for group in groups):
-                what = f"{folder}: the parameter groups have no {key!r}, so {state!r} is not a state of {owner}"
-                raise ValueError(f"{what}. Other optimizers with such states ({other}) are not supported. {_LEAVE_OUT}")
         if unknown := sorted(states.keys() - parameters.keys()):
             raise ValueError(f"{folder}: states of {unknown[0]!r}, which is no parameter of a group. {_NAMED}.")
         tensors: dict[str, dict[str, DcpTensor]] = {}
         steps = set()
         for name, found in states.items():
+            for state, (owner, key, other) in _GROUP_KEYS.items():
+                if state in found and key not in groups[parameters[name]]:
+                    what = f"{folder}: {found[state].name!r} is not a state of {owner}, whose groups have {key!r}"
+                    raise ValueError(f"{what}. Others with such states ({other}) are not supported. {_LEAVE_OUT}")
             if "step" in found:
                 steps.add(_step(folder, found.pop("step")))
             kept = {
@@ -369,8 +368,7 @@ def _groups(
     """
     groups: list[dict[str, Any]] = []
     parameters: dict[str, int] = {}
-    in_order = sorted(values.items()) if all(isinstance(number, int) for number in values) else values.items()
-    for number, found in in_order:
+    for number, found in sorted(values.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0):
         names, group = found.pop("params"), {key: single(value) for key, value in found.items()}
         if key := next((key for key, value in group.items() if isinstance(value, torch.Tensor)), None):
             raise ValueError(f"{folder}: {key!r} of parameter group {number!r} is a tensor of several elements")

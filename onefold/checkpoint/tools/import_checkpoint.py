@@ -99,7 +99,7 @@ def _convert(
         raise CheckpointError(f"{save_dir} is in the checkpoint {source}, or contains it. Give another folder for OUT.")
     if (save_dir / name / NAME).exists():
         what = f"{save_dir / name} is a checkpoint already"
-        raise CheckpointError(f"{what}. Give another folder for OUT, or run onefold ckpt rm {save_dir} {name}.")
+        raise CheckpointError(f"{what}. Give another folder for OUT, or run onefold ckpt rm {save_dir} {name!r}.")
     state, tensors = plain_data.encode({"config": None, **found.state, "client_state": client_state}, "state")
     more = [Slot.whole(f"state/{key}", tensor) for key, tensor in tensors.items()]
     entries = [Slot.whole(key, torch.empty(shape, dtype=dtype, device="meta")) for key, dtype, shape in found.entries()]

@@ -8,6 +8,7 @@ may set variables that torch reads at import.
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import runpy
@@ -64,6 +65,9 @@ def run_script(arguments: list[str]) -> None:
     """Run a script, or after `--module` a module, or after `--program` a program, with the rest as its arguments."""
     die_with_launcher()
     sys.excepthook = record_exception
+    for stream in (sys.stdout, sys.stderr):  # `python -u` writes parts of lines, which the terminal mixes with others'
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     if arguments[0] == "--program":
         os.execvp(arguments[1], arguments[1:])
     if arguments[0] == "--local_rank":
