@@ -70,7 +70,7 @@ PRESETS = {
     "moe-3b": ModelShape(24, 2048, 16, 32000, 1024, num_experts=32, expert_width=768),
     "moe-3b-loop": ModelShape(24, 2048, 16, 32000, 1024, num_experts=32, expert_width=768, grouped=False),
     # 64 experts in each block, 4 for each token: 6B parameters compute a token.
-    "moe-33b": ModelShape(29, 4096, 32, 32000, 1024, num_experts=64, expert_width=2048),
+    "moe-29b": ModelShape(25, 4096, 32, 32000, 1024, num_experts=64, expert_width=2048),
 }
 
 
