@@ -205,8 +205,7 @@ def _numbers_of(hyper: Hyper, number: int, device: torch.device) -> torch.Tensor
     key = (device, torch.cuda.current_stream(device).cuda_stream, given)
     found = _numbers.get(key)
     if found is None:
-        # A copy of a tensor from host memory would wait for the device.
-        values = torch.cat([torch.full((1,), each, dtype=torch.float32, device=device) for each in given])
+        values = _on_device(torch.tensor(given, dtype=torch.float32), device)
         found = _numbers[key] = torch.cat([values, 1 - torch.pow(values[1:3], torch.full_like(values[1:3], number))])
     return found
 

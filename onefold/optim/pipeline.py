@@ -207,14 +207,16 @@ class ElementwiseUpdate:
         by_group: dict[int, list[StoredTile]] = {}
         for store, gradient in shards:
             size = store.stop - store.start
-            used, out = store.compared_model_weight, publisher_on_device(store).memory(0, size)
+            used, out = store.compared_model_weight, store.model_weight
             for segment in store.stepped_segments(0, size):
                 inside = slice(segment.start, segment.stop)
                 held = {name: state[inside] for name, state in store.states.items()}
                 held[MASTER] = store.master[inside]
-                weights = out[inside] if out is not None else None
+                part, weights = gradient, out
+                if segment.start != 0 or segment.stop != size:
+                    part, weights = gradient[inside], out[inside] if out is not None else None
                 by_group.setdefault(segment.group, []).append(
-                    StoredTile(held, gradient[inside], step.coefficient, step.skip, None, weights, used is not None)
+                    StoredTile(held, part, step.coefficient, step.skip, None, weights, used is not None)
                 )
         for group, stored in by_group.items():
             rule = self._rules[group]
