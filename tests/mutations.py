@@ -1725,4 +1725,25 @@ MUTATIONS = [
         'found.pop("step")',
         "test_dcp.py -k layout",
     ),
+    Mutation(
+        "milestones-of-dcp-stay-text",
+        "onefold/checkpoint/dcp/dcp_checkpoint.py",
+        "Counter({int(key): value",
+        "Counter({key: value",
+        "test_dcp.py -k schedules",
+    ),
+    Mutation(
+        "radam-of-dcp-taken-for-adamw",
+        "onefold/checkpoint/dcp/dcp_checkpoint.py",
+        "if state in found and key not in groups[parameters[name]]:",
+        "if False:",
+        "test_dcp.py -k other_optimizers",
+    ),
+    Mutation(
+        "loose-states-left-out-of-dcp",
+        "onefold/checkpoint/tools/export.py",
+        'for found in states.values() for key in found} - {"step"}',
+        "for found in states.values() for key in found if False}",
+        "test_dcp.py -k shape_of_their",
+    ),
 ]

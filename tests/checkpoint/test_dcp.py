@@ -305,7 +305,7 @@ def test_an_export_to_any_empty_folder(written: Any, tmp_path: Path, monkeypatch
     (tmp_path / "link").symlink_to(tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     found = export(tmp_path / "ours", out, file_format="dcp")
-    assert [file.name for file in found.files] == sorted(os.listdir(Path(out).resolve()))
+    assert list(found.files) == sorted(Path(out).resolve().iterdir())
     assert read_dcp(out).model_names
 
 

@@ -51,7 +51,6 @@ def write_dcp(
     `weights` gives the stored name and the dtype of each weight. The folder must be empty, except for what a killed
     export has left. Its files appear when all are written.
     """
-    folder = folder.resolve()
     names: dict[tuple[Any, ...], str] = {}
 
     def later(path: tuple[Any, ...], name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -189,8 +189,10 @@ def export(
     folder = local_path(out, "the folder of an export")
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is a file. Give a folder, to which several files may be written.")
-    if file_format == "dcp" and max_shard_size not in (None, SHARD_SIZE):
-        raise ExportError("max_shard_size: the format dcp has one file. Leave it out.")
+    if file_format == "dcp":
+        folder = folder.resolve()  # of a path such as NEW/.., whose parts may not exist
+        if max_shard_size not in (None, SHARD_SIZE):
+            raise ExportError("max_shard_size: the format dcp has one file. Leave it out.")
 
     def work(checkpoint: CheckpointReader) -> Exported:
         source = checkpoint.folder
