@@ -737,8 +737,7 @@ def resave(folder: str) -> Any:
     return path, found["of"][rank()] == digest(other), words
 
 
-@pytest.mark.parametrize("kind", ["manifest", "rank file", "latest"])
-@pytest.mark.parametrize("how", ["flipped early", "empty", "missing"])
+@covering(kind=("manifest", "rank file", "latest"), how=("flipped early", "empty", "missing"), strength=1)
 def test_a_save_over_a_damaged_checkpoint_works(on_ranks: OnRanks, copy: Path, kind: str, how: str) -> None:
     damage(copy, kind, how)
     assert on_ranks(2, resave, str(copy)) == [(f"{copy}/two", True, [])] * 2
@@ -795,7 +794,7 @@ def copy_fails(folder: str, whose: int, alone: bool) -> Any:
     return errors, left, steps, digest(other) == digest(engine)
 
 
-@pytest.mark.parametrize(("world", "whose"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("world", "whose"), [(2, 1), more(1, 0), more(2, 0)])
 @pytest.mark.parametrize("alone", [False, more(True)])
 def test_a_copy_in_the_background_that_fails_is_told_and_nothing_waits(
     on_ranks: OnRanks, tmp_path: Path, world: int, whose: int, alone: bool
@@ -920,6 +919,7 @@ def can_happen(fault: str, whose: int, kind: type[BaseException], background: bo
     kind=(ValueError, Interrupted),
     background=(False, True),
     where=can_happen,
+    strength=1,
 )
 def test_whatever_phase_fails_every_rank_is_told_and_none_waits(
     on_ranks: OnRanks, tmp_path: Path, fault: str, whose: int, kind: type[BaseException], background: bool
@@ -935,8 +935,7 @@ def test_whatever_phase_fails_every_rank_is_told_and_none_waits(
         assert same
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("fault", ["collecting", "starting a thread", more("writing")])
+@covering(fault=("collecting", "starting a thread", more("writing")), background=(False, True), strength=1)
 def test_a_rank_that_fails_to_join_is_named_on_rank_0(
     on_ranks: OnRanks, tmp_path: Path, fault: str, background: bool
 ) -> None:
@@ -1035,7 +1034,7 @@ def test_a_trap_springs_when_it_is_unpickled(tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch"])
+@pytest.mark.parametrize("how", ["pickle", more("torch")])
 def test_no_file_is_unpickled(on_ranks: OnRanks, two: Path, tmp_path: Path, how: str) -> None:
     mark = tmp_path / "mark"
     files = sorted(path.relative_to(two) for path in two.rglob("*") if path.is_file())

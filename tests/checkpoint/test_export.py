@@ -141,7 +141,7 @@ def test_the_weights_are_the_live_masters(on_ranks: Callable[..., list[Any]], tm
     assert same(load(tmp_path / "out"), expected)
 
 
-@covering(size=("5GB", "8KB", None), dtype=("fp32", "bf16", "fp16"), file_format=("safetensors", "bin"))
+@covering(size=("5GB", "8KB", None), dtype=("fp32", "bf16", "fp16"), file_format=("safetensors", "bin"), strength=1)
 def test_casts_are_torchs_in_every_format(
     saved: tuple[Path, Tensors], tmp_path: Path, file_format: str, dtype: str, size: str | None
 ) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from models import more
 
 from onefold.tools.cli.launch import choose, find_this_node, job_of_this_node, limit, parse_choice, read_hostfile
 from onefold.tools.cli.main import build_parser, main
@@ -281,7 +282,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: SIGKILL \(the node .* memory\)\n", line)
 
 
-@pytest.mark.parametrize(("killed_first", "blamed"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(("killed_first", "blamed"), [more(True, 1), (False, 0)])
 def test_of_a_killed_and_a_failed_rank_the_earlier_is_named(tmp_path: Path, killed_first: bool, blamed: int) -> None:
     # The other follows within the second in which a time in whole seconds would show no order.
     waits = "while not os.path.exists(gone):\n        time.sleep(0.001)\n    time.sleep(0.1)"

@@ -158,8 +158,8 @@ def overflow_on_one_rank(name: str, stage: int, accumulation: int) -> tuple[list
 
 
 @covering(
-    name=("qgZ", "LoCo", "all", "all and LoCo"),
-    stage=(0, 1, 2, 3),
+    name=("qgZ", "all and LoCo", more("LoCo"), more("all")),
+    stage=(0, 2, 3, more(1)),
     accumulation=(1, 2),
     where=lambda name, stage, **_: stage == 3 or not name.startswith("all"),
     strength=1,
@@ -190,7 +190,7 @@ def scale_comes_down(name: str) -> tuple[int, float, float]:
     return engine.skipped_steps, engine.optimizer.loss_scale, norm
 
 
-@covering(name=("qgZ", "LoCo"))
+@covering(name=("LoCo", more("qgZ")))
 def test_skipped_steps_leave_nothing_behind(on_ranks, name):
     """Errors that are fed back must not be those of a gradient that nobody used, at another scale."""
     plain, coded = on_ranks(4, scale_comes_down, "stage 3"), on_ranks(4, scale_comes_down, name)
@@ -224,7 +224,7 @@ def clipped(name: str) -> dict[str, Any]:
     return found
 
 
-@covering(name=("qgZ", "LoCo", "all"))
+@covering(name=("all", "LoCo", more("qgZ")))
 def test_the_norm_is_that_of_the_decoded_sum(on_ranks, name):
     found = on_ranks(4, clipped, name)
     for each in found:
@@ -271,7 +271,8 @@ def accumulated_all(names: list[str], hows: list[str]) -> dict[tuple[str, str], 
 @pytest.mark.parametrize(
     ("names", "hows"),
     [
-        (["stage 3", "hpZ", "all"], ["plain", "evaluated"]),
+        (["stage 3", "all"], ["plain", "evaluated"]),
+        more(["stage 3", "hpZ"], ["plain", "evaluated"]),
         more(["stage 3", "hpZ", "all"], ["plain", "no_sync"]),
         more(["stage 3", "qwZ", "qgZ"], ["plain", "evaluated", "no_sync"]),
         more(["stage 3", "LoCo", "all and LoCo"], ["plain", "evaluated", "no_sync"]),
@@ -366,9 +367,9 @@ def written(names: list[str], way: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "way",
     [
-        "GatheredParameters",
+        more("GatheredParameters"),
         "safe_set_local_fp32_param",
-        "load_checkpoint",
+        more("load_checkpoint"),
         "load_safetensors",
         more("load_state_dict"),
         more("safe_set_full_fp32_param"),
@@ -382,7 +383,7 @@ def test_what_is_written_from_outside_is_what_is_gathered_next(on_ranks, tmp_pat
         assert differing(each["hpZ"][2], each["stage 3"][2]) == []
 
 
-@pytest.mark.parametrize("way", one_in(4, WAYS))
+@pytest.mark.parametrize("way", one_in(8, WAYS))
 def test_what_is_written_from_outside_is_gathered_next_with_all_wires(on_ranks, tmp_path, way):
     found = on_ranks(4, written, ["stage 3", "all"], way, str(tmp_path))
     for each in found:
@@ -493,7 +494,7 @@ def handed_out(name: str, folder: str) -> dict[str, list[str]]:
     return found
 
 
-@covering(name=("frozen", "all", "qwZ", "hpZ"))
+@covering(name=("all", "frozen", more("qwZ"), more("hpZ")))
 def test_what_leaves_the_engine_was_never_rounded(on_ranks, tmp_path, name):
     for found in on_ranks(4, handed_out, name, str(tmp_path)):
         assert {way: names for way, names in found.items() if names} == {}
@@ -525,7 +526,7 @@ def frozen_shards(engine: Any) -> list[torch.Tensor]:
     return [run.store.param.values.clone() for run in runs]
 
 
-@covering(name=("frozen", "qwZ", "all", "hpZ", "stage 3"))
+@covering(name=("all", "hpZ", more("frozen"), more("qwZ"), more("stage 3")))
 def test_writing_some_weights_rounds_no_others(on_ranks, name):
     for changed, moved in on_ranks(4, written_in_part, name):
         assert changed == []
@@ -552,7 +553,7 @@ def resumed(name: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@covering(name=("all", "qgZ", more("hpZ"), more("qwZ")))
+@covering(name=("all", more("qgZ"), more("hpZ"), more("qwZ")))
 def test_a_resumed_run_equals_the_uninterrupted_one(on_ranks, tmp_path, name):
     for found in on_ranks(4, resumed, name, str(tmp_path)):
         assert first_difference(found["taken up"], found["straight"]) is None
@@ -664,7 +665,7 @@ def odd_model(names: list[str], node: int, second: int, dtype: str) -> dict[str,
 
 WORLDS = [
     (3, 3, 3),
-    (4, 2, 2),
+    more(4, 2, 2),
     more(3, 1, 3),
     more(4, 1, 2),
     more(4, 4, 2),
@@ -697,7 +698,7 @@ def test_wires_are_nothing_on_one_rank(on_ranks, dtype):
             assert first_difference(found[name][0], found["stage 3"][0]) is None, name
 
 
-@pytest.mark.parametrize("dtype", [more("fp32"), "fp16"])
+@pytest.mark.parametrize("dtype", [more("fp32"), more("fp16")])
 def test_odd_shapes_train_in_other_dtypes(on_ranks, dtype):
     names = ["stage 3", "hpZ", "all"]
     found = on_ranks(4, odd_model, names, 2, 2, dtype)
@@ -929,7 +930,7 @@ def staged(names: list[str], stage: int, accumulation: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("stage", "accumulation", "coded"),
     [
-        (1, 1, ["qgZ"]),
+        more(1, 1, ["qgZ"]),
         (2, 1, ["qgZ"]),
         more(0, 1, ["qgZ", "LoCo"]),
         *(more(stage, 2, ["qgZ", "LoCo"]) for stage in (0, 1, 2)),
@@ -1232,7 +1233,7 @@ def sums_of_constant_gradients(node: int, rounds: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("world", "node"), [(4, 2), (4, 1), more(4, 4), more(3, 1), more(2, 2)])
+@pytest.mark.parametrize(("world", "node"), [(4, 2), more(4, 1), more(4, 4), more(3, 1), more(2, 2)])
 def test_error_feedback_makes_up_for_what_was_lost(on_ranks, world, node):
     """Whether the loss is inside a host or across."""
     for found in on_ranks(world, sums_of_constant_gradients, node, 20):

@@ -272,8 +272,8 @@ def stages(kind: str, dtype: str, auto: bool) -> list[Any]:
     ("kind", "dtype", "world", "auto"),
     [
         ("llama", "bf16", 2, False),
-        ("gpt2", "fp32", 2, False),
-        ("t5", "fp32", 2, False),
+        more("gpt2", "fp32", 2, False),
+        more("t5", "fp32", 2, False),
         ("mixtral", "fp32", 2, False),
         more("llama", "fp32", 2, True),
         more("gpt2", "bf16", 1, False),
@@ -331,7 +331,7 @@ def trains_and_generates(kind: str, quiet: str, ragged: bool, reentrant: bool | 
     [
         ("llama", "no_grad", True),
         more("llama", "inference_mode", False),
-        ("gpt2", "inference_mode", True),
+        more("gpt2", "inference_mode", True),
         more("t5", "no_grad", False),
         ("t5", "inference_mode", True),
     ],
@@ -393,16 +393,16 @@ def saved(folder: str, kind: str, stage: int, way: str) -> dict[str, bool]:
 @pytest.mark.parametrize(
     ("kind", "stage", "way"),
     [
-        ("llama", 3, "single"),
+        more("llama", 3, "single"),
         ("llama", 3, "pieces"),
-        ("llama", 3, "gathered"),
+        more("llama", 3, "gathered"),
         ("gpt2", 3, "single"),
         more("gpt2", 3, "accelerate"),
         ("gpt2", 3, "whole on all"),
-        ("gpt2", 2, "pieces"),
+        more("gpt2", 2, "pieces"),
         more("t5", 3, "pieces"),
         more("t5", 3, "accelerate"),
-        ("t5", 3, "whole"),
+        more("t5", 3, "whole"),
         ("mixtral", 3, "pieces"),
     ],
 )
@@ -601,9 +601,9 @@ def lora_stages(kind: str, dtype: str, reentrant: bool | None) -> list[bool]:
     [
         more("llama", "bf16", 1, None),
         ("llama", "bf16", 2, None),
-        ("llama", "fp32", 2, True),
+        more("llama", "fp32", 2, True),
         more("llama", "fp32", 2, False),
-        ("gpt2", "fp32", 2, None),
+        more("gpt2", "fp32", 2, None),
     ],
 )
 def test_lora_trains_to_the_same_bits_in_every_stage(on_ranks, world, kind, dtype, reentrant):
@@ -692,7 +692,7 @@ def adapter_saved(folder: str, way: str) -> tuple[bool, bool, bool]:
 
 
 @needs_peft
-@pytest.mark.parametrize("way", ["state dict", "consolidated", "gathered"])
+@pytest.mark.parametrize("way", [more("state dict"), "consolidated", more("gathered")])
 def test_saved_adapters_give_the_same_outputs_in_a_fresh_model(on_ranks, tmp_path, way):
     assert on_ranks(2, adapter_saved, str(tmp_path), way) == [(True, True, True)] * 2
 
@@ -719,7 +719,7 @@ def merged(when: str) -> tuple[bool, bool]:
 
 
 @needs_peft
-@pytest.mark.parametrize("when", ["live", "destroyed"])
+@pytest.mark.parametrize("when", ["live", more("destroyed")])
 def test_adapters_are_merged_inside_gathered_parameters(on_ranks, when):
     assert on_ranks(2, merged, when) == [(True, True)] * 2
 
@@ -884,7 +884,7 @@ def fused(kind: str, way: str, reentrant: bool | None) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("kind", "way", "reentrant"),
     [
-        ("llama", "gathered", None),
+        more("llama", "gathered", None),
         more("llama", "gathered", True),
         more("llama", "gathered", False),
         more("llama", "bare", None),

@@ -77,24 +77,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@covering(setting=SETTINGS, world=(2, 1, more(3), more(4)), strength=1)
-def test_a_dry_run_sends_and_holds_what_the_run_does(on_ranks, setting, world):
+@covering(setting=SETTINGS, stage=(3, 2, 1, 0), world=(2, 1, more(3), more(4)), strength=1)
+def test_a_dry_run_sends_and_holds_what_the_run_does(on_ranks, setting, stage, world):
     extra = SETTINGS[setting]
-    for stage in range(4):
-        zero = {"stage3_param_persistence_threshold": 0, **extra.get("zero_optimization", {}), "stage": stage}
-        document = {**config(stage), **extra, "zero_optimization": zero}
-        rows, held = on_ranks(world, run_for_real, document)[0]
-        found = dry_run_of(document, Nodes.of_size(world, world))
-        assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
-        rest = count_bytes([spec for unit in found.units for spec in unit], found.plan, Tier.DEVICE)
-        assert {name: getattr(rest, name) for name in held} == held
+    zero = {"stage3_param_persistence_threshold": 0, **extra.get("zero_optimization", {}), "stage": stage}
+    document = {**config(stage), **extra, "zero_optimization": zero}
+    rows, held = on_ranks(world, run_for_real, document)[0]
+    found = dry_run_of(document, Nodes.of_size(world, world))
+    assert [(r.operation, r.group, r.calls, r.bytes) for r in found.traffic.rows() if r.calls] == rows
+    rest = count_bytes([spec for unit in found.units for spec in unit], found.plan, Tier.DEVICE)
+    assert {name: getattr(rest, name) for name in held} == held
 
 
 @pytest.mark.parametrize(
     "zero",
     [
-        {"stage": 1},
-        {"stage": 3},
+        more({"stage": 1}),
+        more({"stage": 3}),
         more({"stage": 3, "zero_hpz_partition_size": 2}),
         {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2},
         more({"stage": 3, "mics_shard_size": 2}),
@@ -277,8 +276,8 @@ def test_what_does_not_fit_is_said_with_what_would_help():
     "arguments",
     [
         ["--params", "30e9", "--machine", "4090", "--host-memory", "63"],
-        ["--params", "500B", "--machine", "4090"],
-        ["--params", "70B", "--machine", "4090", "--nvme", "0"],
+        more(["--params", "500B", "--machine", "4090"]),
+        more(["--params", "70B", "--machine", "4090", "--nvme", "0"]),
         ["--params", "3B", "--machine", "2x4090", "--gpu-memory", "2GB", "--host-memory", "4GB", "--nvme", "10GB"],
     ],
 )
@@ -390,13 +389,19 @@ def planned_alone(question: Question, setting: Setting, batch: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "given", "memory"),
-    [(False, 1, 3 * GB), more(True, 3, 4 * GB), more(False, 64, 3 * GB), more(True, 1, 2 * GB)],
+    ("recompute", "given", "memory", "places"),
+    [
+        (False, 1, 3 * GB, (3,)),
+        more(False, 1, 3 * GB, (2, 5)),
+        more(True, 3, 4 * GB, (2, 3, 5)),
+        more(False, 64, 3 * GB, (2, 3, 5)),
+        more(True, 1, 2 * GB, (2, 3, 5)),
+    ],
 )
-def test_the_largest_batch_fits_when_it_is_planned_itself_and_one_more_does_not(recompute, given, memory):
+def test_the_largest_batch_fits_when_it_is_planned_itself_and_one_more_does_not(recompute, given, memory, places):
     machine = adjust(find_machine("2xA100"), memory=memory)
     question = Question(find_model("25m", recompute=recompute), machine, DEFAULT_CONFIG, given, 256)
-    settings = [settings_for(machine)[place] for place in (2, 3, 5)]
+    settings = [settings_for(machine)[place] for place in places]
     for setting, each in zip(settings, forecast(question, settings), strict=True):
         largest = each.largest_batch
         assert largest is not None
@@ -494,7 +499,7 @@ def test_tables_have_no_empty_column(capsys):
     assert "up to max_in_cpu" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("width", [40, 80, 100, 120])
+@pytest.mark.parametrize("width", [40, more(80), 100, more(120)])
 def test_a_narrow_terminal_cuts_no_name_no_number_and_no_verdict(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     arguments = ["plan", "--params", "500B", "--machine", "8xA100"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import batches, first_difference, rank, start, train
+from models import batches, first_difference, more, rank, start, train
 from test_fp8 import Wide, settings
 from torch import nn
 from torch.func import functional_call
@@ -117,11 +117,11 @@ def difference(program: Callable[..., Any]) -> list[str | None]:
     [
         run_again_after_destroy,
         functional_calls,
-        replaced_weight,
+        more(replaced_weight),
         backward_after_a_step,
-        empty_batches,
+        more(empty_batches),
         masters_written_after_a_forward,
-        gathered_in_a_forward,
+        more(gathered_in_a_forward),
     ],
     ids=lambda program: program.__name__,
 )

@@ -156,11 +156,16 @@ def test_training_equals_other_kernels_up_to_rounding(on_ranks, kind):
 
 
 @pytest.mark.parametrize(
-    "training",
-    [{"accumulation": 3}, {"clip": 0.05}, {"accumulation": 2, "clip": 0.05}],
-    ids=["accumulation", "clipping", "both"],
+    ("dtype", "training"),
+    [
+        ("fp32", {"accumulation": 3}),
+        ("mixed", {"accumulation": 2, "clip": 0.05}),
+        more("fp32", {"clip": 0.05}),
+        more("fp32", {"accumulation": 2, "clip": 0.05}),
+        more("mixed", {"accumulation": 3}),
+        more("mixed", {"clip": 0.05}),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["fp32", "mixed"])
 def test_accumulation_and_clipping_are_bit_equal(on_ranks, dtype, training):
     assert on_ranks(2, compare, "AdamW", dtype, **training) == [None, None]
 
@@ -323,7 +328,7 @@ def with_scheduler(made_for: str) -> tuple[str | None, list[str]]:
     return first_difference(*traces), messages
 
 
-@pytest.mark.parametrize("made_for", ["returned", "given before", "given after"])
+@pytest.mark.parametrize("made_for", ["returned", "given before", more("given after")])
 def test_schedulers_of_either_optimizer_change_the_rates(on_ranks, made_for):
     assert on_ranks(2, with_scheduler, made_for) == [(None, [])] * 2
 
@@ -505,8 +510,9 @@ def resume_from_state_dict(kind: str, dtype: str, states: str) -> str | None:
 @pytest.mark.parametrize(
     ("kind", "dtype", "states"),
     [
-        ("AdamW", "fp32", "fp32"), ("AdamW", "bf16", "fp32"), ("AdamW", "fp32", "int8"), ("AdamW", "bf16", "int8"),
-        ("momentum", "fp32", "fp32"), ("Adagrad", "fp32", "fp32"), ("SGD", "fp32", "fp32"),
+        ("AdamW", "fp32", "fp32"), more("AdamW", "bf16", "fp32"), more("AdamW", "fp32", "int8"),
+        ("AdamW", "bf16", "int8"),
+        ("momentum", "fp32", "fp32"), more("Adagrad", "fp32", "fp32"), more("SGD", "fp32", "fp32"),
     ],
 )  # fmt: skip
 def test_a_run_resumes_bit_exactly_from_a_state_dict(on_ranks, kind, dtype, states):
@@ -545,7 +551,7 @@ def exchange_state_dicts(kind: str) -> list[tuple[Trace, Trace]]:
     return traces
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "AMSGrad", "momentum", "Lion"])
+@pytest.mark.parametrize("kind", ["AdamW", more("AMSGrad"), more("momentum"), "Lion"])
 def test_states_are_exchanged_with_the_plain_optimizer(on_ranks, kind):
     for traces in on_ranks(2, exchange_state_dicts, kind):
         for found, expected in traces:
@@ -599,7 +605,7 @@ def same_batches(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "states"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "int8")])
+@pytest.mark.parametrize(("dtype", "states"), [more("fp32", "fp32"), ("bf16", "fp32"), more("fp32", "int8")])
 def test_a_dcp_checkpoint_resumes_on_other_numbers_of_ranks(on_ranks, tmp_path, dtype, states):
     """On the same number bit by bit. On others the weights and states are the same, and losses up to rounding."""
     folder, how = str(tmp_path / "two"), {"ratio": 1.0, "states": states}

@@ -43,6 +43,7 @@ def pools_and_plan(stage: int, dtype: str, accumulation: int, bucket: int, overl
     bucket=(5000, 20000, 10**8),
     overlap=(True, False),
     world=(2, more(4)),
+    strength=1,
     where=lambda overlap, bucket, **_: overlap or bucket == 20000,
 )
 def test_pools_keep_what_the_plan_counts(on_ranks, world, stage, dtype, accumulation, bucket, overlap):
@@ -105,7 +106,7 @@ def train_matrices(stage: int, dtype: str, kept_by_a_hook: str, accumulation: in
     return {"slots": num_slots, "received": received, "weights": weights}
 
 
-@covering(stage=(2, 3), dtype=("fp32", "bf16"), accumulation=(1, 2), world=(2, more(4)))
+@covering(stage=(2, 3), dtype=("fp32", "bf16"), accumulation=(1, 2), world=(2, more(4)), strength=1)
 def test_gradients_of_single_matrices_are_reduced_without_a_copy(on_ranks, world, stage, dtype, accumulation):
     """Check it against programs that keep gradients, which are not changed, and against stage 1, which copies them.
 

@@ -736,7 +736,7 @@ def run_mix(kind: str, folder: str) -> tuple[list[Trace], list[tuple[Any, Any]],
 
 @pytest.mark.parametrize("world", [2, more(3), more(1)])
 @pytest.mark.parametrize("kind", [
-    more("two Muons"), more("elementwise ones first"), more("elementwise ones alone"), "Shampoo and Muon",
+    more("two Muons"), more("elementwise ones first"), more("elementwise ones alone"), more("Shampoo and Muon"),
     "Muon first and rules of one's own",
 ])  # fmt: skip
 def test_several_optimizers_are_bit_equal_in_all_stages_and_tiers(on_ranks, tmp_path, kind, world):
@@ -991,7 +991,7 @@ def run_others(kind: str) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("kind", ["shampoo", "own"])
+@pytest.mark.parametrize("kind", ["shampoo", more("own")])
 @pytest.mark.parametrize("world", [more(1), 2, more(3)])
 def test_other_rules_are_bit_equal_in_all_stages_too(on_ranks, world, kind):
     for traces in on_ranks(world, run_others, kind):

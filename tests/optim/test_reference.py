@@ -54,7 +54,7 @@ def beside_ddp(
     return weights_of(engine.module), weights_of(plain), losses
 
 
-@covering(stage=(0, 1, 2, 3), world=(2, 1, more(3)), accumulation=(1, 3), clipping=(0.0, 0.2), strength=2)
+@covering(stage=(0, 1, 2, 3), world=(2, 1, more(3)), accumulation=(1, 3), clipping=(0.0, 0.2), strength=1)
 def test_training_equals_ddp_with_adamw(on_ranks, world, stage, accumulation, clipping):
     for mine, theirs, losses in on_ranks(world, beside_ddp, stage, accumulation, clipping):
         assert_all_close(mine, theirs, rtol=1e-4, atol=2e-5)
@@ -196,7 +196,7 @@ def test_torch_autocast_over_bf16_computes_as_torchs_own(on_ranks, stage):
         assert mine == theirs
 
 
-@covering(stage=(0, 2, 3))
+@covering(stage=(3, 0, more(2)))
 def test_torch_autocast_trains_as_torchs_own(on_ranks, stage):
     for dtypes, computed, mine, theirs, exact in on_ranks(2, beside_autocast, stage):
         assert dtypes == {torch.float32}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -83,9 +84,20 @@ def area(path: Path) -> str:
     return "tools" if path in ALIASES else "library"
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("onefold"):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -97,17 +109,15 @@ def imported_packages(path: Path) -> set[str]:
     return {package_of_module(module) for module in imported_modules(path)}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if area(path) == "library"], ids=lambda path: path.name)
-def test_the_library_imports_neither_tools_nor_compat(path):
+def test_the_library_imports_neither_tools_nor_compat():
     """Check import statements, in functions as well, and strings that name a module."""
-    strings = {
-        node.value
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    named = imported_modules(path) | {text for text in strings if text.startswith("onefold.")}
-    others = ("onefold.tools",) if path == PACKAGE / "__init__.py" else ("onefold.tools", "onefold.compat")
-    assert {name for name in named if name.startswith(others)} == set()
+    for path in [path for path in FILES if area(path) == "library"]:
+        strings = {
+            node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        named = imported_modules(path) | {text for text in strings if text.startswith("onefold.")}
+        others = ("onefold.tools",) if path == PACKAGE / "__init__.py" else ("onefold.tools", "onefold.compat")
+        assert {name for name in named if name.startswith(others)} == set(), path
 
 
 def test_tools_do_not_import_compat():
@@ -116,12 +126,12 @@ def test_tools_do_not_import_compat():
             assert "onefold.compat" not in path.read_text(), path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_packages_import_only_from_their_own_or_lower_layers(path):
-    if package_of(path) == "__init__":
-        pytest.skip("onefold/__init__.py imports the public names of all layers lazily")
-    for other in imported_packages(path) & LAYERS.keys():
-        assert LAYERS[other] <= LAYERS[package_of(path)], f"{path} imports from a higher layer: {other}"
+def test_packages_import_only_from_their_own_or_lower_layers():
+    for path in FILES:
+        if package_of(path) == "__init__":
+            continue  # imports the public names of all layers lazily
+        for other in imported_packages(path) & LAYERS.keys():
+            assert LAYERS[other] <= LAYERS[package_of(path)], f"{path} imports from a higher layer: {other}"
 
 
 def test_only_register_as_deepspeed_refers_to_compat():
@@ -132,26 +142,24 @@ def test_only_register_as_deepspeed_refers_to_compat():
     assert all("register_as_deepspeed" in line for line in named), named
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_have_at_most_500_lines(path):
-    assert len(path.read_text().splitlines()) <= 500
+def test_files_have_at_most_500_lines():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    assert {path: length for path, length in lengths.items() if length > 500} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_config_and_plan_compare_a_stage_number(path):
-    if package_of(path) in ("config", "plan"):
-        pytest.skip("config and plan may compare stage numbers")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            names = {part.attr for side in sides for part in ast.walk(side) if isinstance(part, ast.Attribute)}
-            names |= {part.id for side in sides for part in ast.walk(side) if isinstance(part, ast.Name)}
-            numbers = [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, int)]
-            assert not (numbers and any("stage" in name for name in names)), f"{path}:{node.lineno}"
+def test_only_config_and_plan_compare_a_stage_number():
+    for path in [path for path in FILES if package_of(path) not in ("config", "plan")]:
+        for node in nodes_of(path):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                names = {part.attr for side in sides for part in ast.walk(side) if isinstance(part, ast.Attribute)}
+                names |= {part.id for side in sides for part in ast.walk(side) if isinstance(part, ast.Name)}
+                numbers = [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, int)]
+                assert not (numbers and any("stage" in name for name in names)), f"{path}:{node.lineno}"
 
 
 def top_level_classes(path: Path) -> list[ast.ClassDef]:
-    return [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    return [node for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
 
 
 OURS = [path for path in FILES if package_of(path) != "compat" and path not in ALIASES]
@@ -201,7 +209,7 @@ def test_only_entry_points_read_a_config():
     for path in FILES:
         if package_of(path) in ("config", "plan", "start", "zero", "checkpointing", "tools.estimate"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onefold.config"):
                 assert "Config" not in {alias.name for alias in node.names}, path
 
@@ -229,7 +237,7 @@ def test_master_weights_are_read_through_the_optimizer_step():
     """
     for path in FILES:
         if package_of(path) in ("engine", "zero", "utils", "compat", "runtime", "report"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 read = isinstance(node, ast.Attribute) and node.attr == "master" and isinstance(node.ctx, ast.Load)
                 of_store = read and ast.unparse(node.value).endswith("store")
                 allowed = of_store and path.name == "zero_optimizer.py"  # compares identities

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections import Counter
@@ -9,10 +10,16 @@ from pathlib import Path
 
 import mutants
 import pytest
+from models import more
 from mutations import MUTATIONS, Mutation
 from mutations_tier import TIER_MUTATIONS
 
 ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def find_test(word: str) -> str:
+    return mutants.find_test(ROOT, word)
 
 
 @pytest.mark.parametrize("mutation", [*MUTATIONS, *TIER_MUTATIONS], ids=lambda mutation: mutation.name)
@@ -23,7 +30,7 @@ def test_every_mutation_applies_once_and_names_its_tests(mutation):
     files = [word for word in shlex.split(mutation.tests) if ".py" in word]
     assert files
     for file in files:
-        assert (ROOT / mutants.find_test(ROOT, file.partition("::")[0])).exists(), file
+        assert (ROOT / find_test(file.partition("::")[0])).exists(), file
 
 
 def test_names_are_told_apart():
@@ -56,7 +63,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("verdict", TRIED)
+@pytest.mark.parametrize("verdict", ["caught", "SURVIVED", "DOES NOT APPLY", more("UNCLEAR")])
 def test_one_mutation_is_told_from_another(tree, capsys, verdict):
     """Caught is only what fails with the mutation and passes without it."""
     mutation = TRIED[verdict]
@@ -68,6 +75,7 @@ def test_one_mutation_is_told_from_another(tree, capsys, verdict):
     assert (tree / "thing.py").read_text() == SOURCE  # only a copy was ever changed
 
 
+@pytest.mark.slow
 def test_tests_that_are_not_there_are_no_catch(tree):
     for tests in ("test_nothing.py", "test_thing.py -k nothing"):
         outcome = mutants.try_out(Mutation("lost", "thing.py", "x * 2", "x * 3", tests), tree)
@@ -75,6 +83,7 @@ def test_tests_that_are_not_there_are_no_catch(tree):
         assert (tree / "thing.py").read_text() == SOURCE
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_imported_is_left_out(tree, capsys):
     """A collection error is no failure of a test, with the mutation or without it."""
     (tree / "tests" / "test_optional.py").write_text("import no_such_package\n")
@@ -87,6 +96,7 @@ def test_a_file_that_cannot_be_imported_is_left_out(tree, capsys):
     assert mutants.try_out(importing, tree).verdict == mutants.UNCLEAR
 
 
+@pytest.mark.slow
 def test_what_fails_without_the_mutation_too_hides_nothing(tree):
     """A broken test stands before the one that sees the mutation, in a folder below `tests/`."""
     (tree / "tests" / "below").mkdir()
@@ -99,6 +109,7 @@ def test_what_fails_without_the_mutation_too_hides_nothing(tree):
     assert outcome.test == "tests/below/test_thing.py::test_double"
 
 
+@pytest.mark.slow
 def test_the_slow_tier_may_be_left_out(tree):
     path = tree / "tests" / "test_thing.py"
     path.write_text("import pytest\n" + TESTS.replace("def test_double", "@pytest.mark.slow\ndef test_double"))
@@ -107,6 +118,7 @@ def test_the_slow_tier_may_be_left_out(tree):
     assert mutants.try_out(mutation, tree, mutants.Environment(["first"])).verdict == mutants.SURVIVED
 
 
+@pytest.mark.slow
 def test_several_are_tried_at_a_time_and_written_down(tree, tmp_path_factory, capsys):
     file = tmp_path_factory.mktemp("written") / "outcomes.json"
     tried = [TRIED["caught"], TRIED["SURVIVED"], TRIED["DOES NOT APPLY"]]

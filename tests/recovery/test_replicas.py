@@ -63,6 +63,7 @@ def found(stage: int, name: str, dtype: str, world: int, tier: str) -> str:
     name=("blocks.1.norm.weight", "blocks.1.up.weight", "head.weight", "scale"),
     dtype=("fp32", "bf16", "fp16"),
     world=(2, 3),
+    strength=1,
     tier=("", "cpu", "params"),
     where=lambda stage, name, dtype, world, tier: (
         (stage < 3 or name in ("blocks.1.norm.weight", "scale"))

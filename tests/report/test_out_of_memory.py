@@ -258,7 +258,7 @@ def caught(kind: str, phase: str, stage: int) -> tuple[str, bool, str | None]:
     return str(found), found is raised, first_difference(train(engine, 3), plain)
 
 
-@covering(stage=(1, 3), phase=("forward", "backward"), kind=("device", "memory", "host"))
+@covering(stage=(1, 3), phase=("forward", "backward"), kind=("device", "memory", "host"), strength=1)
 def test_an_error_of_memory_says_where_and_training_goes_on(on_ranks, kind, phase, stage):
     for number, (text, same, difference) in enumerate(on_ranks(2, caught, kind, phase, stage)):
         assert same

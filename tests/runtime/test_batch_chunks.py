@@ -13,7 +13,20 @@ import pytest
 import torch
 from covering import covering
 from live_bytes import Peaks
-from models import VOCABULARY, Block, Net, Trace, config, first_difference, net, precision, rank, start, weights_of
+from models import (
+    VOCABULARY,
+    Block,
+    Net,
+    Trace,
+    config,
+    first_difference,
+    more,
+    net,
+    precision,
+    rank,
+    start,
+    weights_of,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -114,8 +127,7 @@ def stages_beside_0(dtype: str) -> list[str | None]:
     return [first_difference(trace, traces[0]) for trace in traces.values()]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "dtype"), [(2, "bf16"), more(1, "fp32"), more(1, "bf16"), more(2, "fp32")])
 def test_stages_and_tiers_are_bit_equal_with_the_same_chunks(on_ranks, world, dtype):
     for found in on_ranks(world, stages_beside_0, dtype):
         assert found == [None] * 6
@@ -154,7 +166,7 @@ def gradient_of_many_chunks(stage: int) -> float:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, more(1)])
 def test_chunks_add_in_fp32(on_ranks, stage):
     """A thousand gradients of 2**-8 beside one of 1: sums in bf16 lose them, and the weight becomes 0.9."""
     (found,) = on_ranks(1, gradient_of_many_chunks, stage)
@@ -184,7 +196,7 @@ def traffic_of_each(stage: int, tier: str) -> list[Any]:
     return [traffic(stage, tier, *case) for case in ((0, 1, 8), (4, 1, 8), (0, 4, 2))]
 
 
-@pytest.mark.parametrize(("stage", "tier"), [(2, "states"), (3, "device"), (3, "host")])
+@pytest.mark.parametrize(("stage", "tier"), [(2, "states"), more(3, "device"), (3, "host")])
 def test_chunks_have_the_traffic_of_one_micro_step(on_ranks, stage, tier):
     for whole, chunks, accumulated in on_ranks(2, traffic_of_each, stage, tier):
         assert chunks == whole
@@ -767,7 +779,7 @@ def losses_of_transformers(kind: str, chunks: int, checkpoints: bool) -> list[fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "checkpoints"), [("Llama", False), ("Llama", True), ("Mixtral", False), ("Bert", False)]
+    ("kind", "checkpoints"), [more("Llama", False), ("Llama", True), ("Mixtral", False), more("Bert", False)]
 )
 def test_models_of_transformers(on_ranks, kind, checkpoints):
     pytest.importorskip("transformers")

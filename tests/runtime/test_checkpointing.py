@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Net, batches, config, rank, start, train
+from models import Net, batches, config, more, rank, start, train
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -545,7 +545,7 @@ def bit_equal_through_the_engine(stage: int) -> list[str]:
     return differ
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3, more(0), more(2)])
 def test_training_through_the_engine_is_bit_equal(on_ranks, stage):
     assert on_ranks(2, bit_equal_through_the_engine, stage) == [[], []]
 

@@ -27,7 +27,7 @@ def compiled(stage: int, dtype: str, compiles: bool) -> tuple[Any, dict[str, int
     return trace, traffic, engine.is_compiled
 
 
-@covering(stage=(0, 3, more(1), more(2)), dtype=("fp32", "bf16"), strength=1)
+@covering(stage=(3, more(0), more(1), more(2)), dtype=("bf16", more("fp32")), strength=1)
 def test_compiled_blocks_train_as_the_eager_ones_do(on_ranks, stage, dtype):
     eager = on_ranks(2, compiled, stage, dtype, False)
     for (mine, sent, yes), (theirs, expected, no) in zip(on_ranks(2, compiled, stage, dtype, True), eager, strict=True):
@@ -106,7 +106,9 @@ _eager: dict[int, Any] = {}
 
 
 @covering(
-    stage=(3, 1, more(0), more(2)), way=("model before", "blocks before", "engine", more("blocks after")), strength=1
+    stage=(3, 1, more(0), more(2)),
+    way=(more("model before"), "blocks before", "engine", more("blocks after")),
+    strength=1,
 )
 def test_models_compile_in_every_way(on_ranks, stage, way):
     if stage not in _eager:
@@ -200,7 +202,7 @@ def graphs(stage: int | None, when: str) -> tuple[list[float], int, int]:
     return losses, counter.num_graphs, counter.num_ops
 
 
-@covering(stage=(1, more(0), more(2)), when=("model", "late"), world=(2, more(1)), strength=2)
+@covering(stage=(1, more(0), more(2)), when=("late", more("model")), world=(2, more(1)), strength=2)
 def test_hooks_break_no_graph_where_parameters_stay_unsharded(on_ranks, stage, when, world):
     ((_, *plain),) = on_ranks(1, graphs, None, "model")
     for (losses, *compiled), (expected, *_) in zip(

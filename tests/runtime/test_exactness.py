@@ -27,7 +27,7 @@ def run_stages(dtype: str, accumulation: int, clipping: float, **more: Any) -> d
 
 
 @covering(
-    world=WORLDS,
+    world=(2, 3, more(1), more(4)),
     dtype=("fp32", "bf16", "fp16"),
     clipping=(0.3, 0.0),
     strength=1,
@@ -39,7 +39,7 @@ def test_stages_are_bit_equal_without_accumulation(on_ranks, world, dtype, clipp
             assert first_difference(traces[stage], traces[0]) is None, f"stage {stage} beside stage 0"
 
 
-@covering(world=(2, 4, more(1), more(3)), dtype=("bf16", "fp32", more("fp16")), strength=1)
+@covering(world=(2, more(1), more(3), more(4)), dtype=("bf16", more("fp32"), more("fp16")), strength=1)
 def test_stages_that_keep_whole_gradients_are_bit_equal_with_accumulation(on_ranks, world, dtype):
     results = on_ranks(world, run_stages, dtype, 3, 0.3)
     for traces in results:
@@ -52,7 +52,7 @@ def test_stages_that_keep_whole_gradients_are_bit_equal_with_accumulation(on_ran
         assert first_difference(results[0][2], results[0][1]) is None
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, more(2)])
 def test_all_ranks_hold_the_same_weights(on_ranks, world):
     results = on_ranks(world, run_stages, "bf16", 2, 0.3)
     for stage in STAGES:
@@ -69,7 +69,7 @@ def run_variants(stage: int, variants: list[dict[str, Any]]) -> list[Trace]:
     return traces
 
 
-@covering(stage=STAGES)
+@covering(stage=(1, 3, more(0), more(2)))
 def test_buckets_and_overlap_never_move_a_bit(on_ranks, stage):
     variants: list[dict[str, Any]] = [{}]
     variants += [{"zero_optimization": {"overlap_comm": overlap}} for overlap in (False, True)]

@@ -570,7 +570,7 @@ def written_on_one_rank(plan: str, how: str) -> str | None:
     return None
 
 
-@covering(plan=("0", "2", "3 persistent"), how=("one", "all"))
+@covering(plan=("0", "2", "3 persistent"), how=("one", "all"), strength=1)
 def test_a_write_on_one_rank_alone_raises(on_ranks, plan, how):
     assert on_ranks(2, written_on_one_rank, plan, how) == [None, None]
 
@@ -834,7 +834,7 @@ def partly_dropped(plan: str) -> str | None:
     return None if max(off.values()) < 1e-6 else f"off by {off}"
 
 
-@covering(plan=("1", "3", "0", "2", more("2 offload"), more("3 offload")))
+@covering(plan=("1", "3", more("0"), more("2"), more("2 offload"), more("3 offload")))
 def test_a_submodule_drops_its_own_gradients(on_ranks, plan):
     assert on_ranks(2, partly_dropped, plan) == [None, None]
 
@@ -862,7 +862,7 @@ def gradients_read(plan: str) -> str | None:
     return problem or (None if weight.grad is None else "a gradient after the step")
 
 
-@covering(plan=("1", "3", "0", "2"))
+@covering(plan=("2", "3", more("0"), more("1")))
 def test_reading_a_sharded_gradient_says_what_to_call(on_ranks, plan):
     assert on_ranks(2, gradients_read, plan) == [None, None]
 
@@ -935,7 +935,11 @@ def frozen_between(plan: str, optimizer: str) -> str | None:
     return None if max(off.values()) < 1e-6 else f"off by {off}"
 
 
-@covering(plan=("3", "2", "0", "1", "2 offload", "3 offload"), optimizer=("SGD", "AdamW", "NAdam"), strength=1)
+@covering(
+    plan=("3", "1", "2 offload", more("0"), more("2"), more("3 offload")),
+    optimizer=("SGD", "AdamW", "NAdam"),
+    strength=1,
+)
 def test_a_frozen_parameter_stops_moving(on_ranks, plan, optimizer):
     assert on_ranks(2, frozen_between, plan, optimizer) == [None, None]
 
@@ -1061,7 +1065,7 @@ def subclass(plan: str) -> str | None:
     return None if type(model[0].weight) is Tagged else f"afterwards its class is {type(model[0].weight)}"
 
 
-@covering(plan=("2", "3", "0", "1", "3 offload"))
+@covering(plan=("2", "3", more("0"), more("1"), more("3 offload")))
 def test_a_subclass_of_parameter_is_trained(on_ranks, plan):
     assert on_ranks(2, subclass, plan) == [None, None]
 
@@ -1392,7 +1396,7 @@ def hook_raises(plan: str, bare: bool) -> str | None:
     return "no error" if raising[0] else both.difference()
 
 
-@covering(plan=("2", "3"), bare=(False, True))
+@covering(plan=("2", "3"), bare=(False, True), strength=1)
 def test_a_hook_that_raises_leaves_no_gradient_behind(on_ranks, plan, bare):
     assert on_ranks(2, hook_raises, plan, bare) == [None, None]
 
@@ -1406,7 +1410,7 @@ def dropped_on_one_rank(plan: str) -> str | None:
     return refusal(engine.step, "rank 1", "dropped gradients", "0.weight", "none")
 
 
-@covering(plan=("0", "2", "3"))
+@covering(plan=("2", "3", more("0")))
 def test_ranks_that_drop_different_gradients_raise(on_ranks, plan):
     assert on_ranks(2, dropped_on_one_rank, plan) == [None, None]
 

@@ -102,7 +102,7 @@ def trained_after_init(dtype: str, how: str) -> tuple[str | None, bool]:
     return first_difference(train(engine), expected), all(p.numel() == 0 for p in model.parameters())
 
 
-@covering(dtype=("fp32", "bf16"), how=("context", "module"))
+@covering(dtype=("fp32", "bf16"), how=("context", "module"), strength=1)
 def test_a_model_built_under_init_trains_to_the_same_bits(on_ranks, how, dtype):
     assert on_ranks(2, trained_after_init, dtype, how) == [(None, True)] * 2
 
@@ -252,7 +252,7 @@ def gathers(stage: int) -> list[Any]:
     return found
 
 
-@covering(stage=STAGES, world=(2, 1, 3), strength=1)
+@covering(stage=(3, 2, more(0), more(1)), world=(2, 1, 3), strength=1)
 def test_gathered_parameters_takes_whatever_people_pass(on_ranks, world, stage):
     for found in on_ranks(world, gathers, stage):
         assert all(found[:2]), found
@@ -276,7 +276,7 @@ def written(stage: int, dtype: str) -> tuple[bool, bool]:
     return bool((before == 0.125).all()), bool((master == 0.125).all())
 
 
-@covering(stage=STAGES, dtype=("fp32", "bf16"))
+@covering(stage=(3, 2, more(0), more(1)), dtype=("fp32", "bf16"), strength=1)
 def test_the_modifier_ranks_values_become_everybodys(on_ranks, stage, dtype):
     assert on_ranks(2, written, stage, dtype) == [(True, True)] * 2
 
@@ -448,7 +448,7 @@ def loaded(stage: int, dtype: str) -> tuple[bool, bool]:
     return fits, torch.equal(safe_get_full_fp32_param(engine.module.head.weight), other.head.weight.float())
 
 
-@covering(stage=STAGES, dtype=("fp32", "bf16"))
+@covering(stage=(3, 2, more(0), more(1)), dtype=("fp32", "bf16"), strength=1)
 def test_load_state_dict_gathers_and_reaches_masters(on_ranks, stage, dtype):
     assert on_ranks(2, loaded, stage, dtype) == [(True, True)] * 2
 
@@ -502,7 +502,7 @@ def streamed(stage: int, bucket_bytes: int) -> tuple[bool, list[int], int]:
     return same(found, whole), sizes, most
 
 
-@covering(stage=(3, 0), bucket_bytes=(9000, 1 << 30))
+@covering(stage=(3, 0), bucket_bytes=(9000, 1 << 30), strength=1)
 def test_weights_are_streamed_in_buckets_with_a_cap(on_ranks, stage, bucket_bytes):
     for right, sizes, most in on_ranks(2, streamed, stage, bucket_bytes):
         assert right
@@ -579,7 +579,7 @@ def weight_size(weight: nn.Parameter) -> int:
     return unsharded_shape(weight).numel()
 
 
-@covering(stage=STAGES, dtype=("fp32", "bf16", "fp16"), world=(2, more(1)), strength=1)
+@covering(stage=(3, 1, 2, more(0)), dtype=("fp32", "bf16", "fp16"), world=(2, more(1)), strength=1)
 def test_masters_gradients_and_states_are_read_and_set_in_every_stage(on_ranks, world, stage, dtype):
     results = on_ranks(world, accessed, stage, dtype)
     for found in results:
