@@ -126,7 +126,7 @@ def run(kind: str, folder: str, who: str | None = None) -> list[str]:
         more("int8, split masters"),
         more("sums in bf16"),
     ),
-    world=(2, 1, more(3)),
+    world=(1, more(2), more(3)),
     strength=1,
 )
 def test_accumulation_has_the_bits_of_no_offload_and_the_bytes_of_the_plan(on_ranks, tmp_path, world, kind):
