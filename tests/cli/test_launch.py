@@ -256,6 +256,7 @@ def test_a_failing_rank_shows_its_traceback_once_and_nothing_else(tmp_path: Path
     assert len(lines) <= 7
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_tells_why_is_named_all_the_same(tmp_path: Path) -> None:
     # The first half of what it tells is written, and the other never is.
     path = script(
@@ -282,7 +283,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert re.fullmatch(r"onefold: rank 1 \(node .+, pid \d+\) failed: SIGKILL \(the node .* memory\)\n", line)
 
 
-@pytest.mark.parametrize(("killed_first", "blamed"), [more(True, 1), (False, 0)])
+@pytest.mark.parametrize(("killed_first", "blamed"), [more(True, 1), more(False, 0)])
 def test_of_a_killed_and_a_failed_rank_the_earlier_is_named(tmp_path: Path, killed_first: bool, blamed: int) -> None:
     # The other follows within the second in which a time in whole seconds would show no order.
     waits = "while not os.path.exists(gone):\n        time.sleep(0.001)\n    time.sleep(0.1)"

@@ -1102,7 +1102,7 @@ def growth(name: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", [more("all"), "all and LoCo"])
+@pytest.mark.parametrize("name", [more("all"), more("all and LoCo")])
 def test_nothing_grows_from_step_to_step(on_ranks, name):
     for counts in on_ranks(4, growth, name):
         assert counts == counts[:1] * 3

@@ -204,7 +204,7 @@ def built_under_init(kind: str, how: str, dtype: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(("world", "how", "dtype"), [(2, "constructor", "fp32"), (2, "from_config", "bf16")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", one_in(2, KINDS))
 def test_init_gives_the_model_that_a_plain_constructor_gives(on_ranks, world, kind, how, dtype):
     for found in on_ranks(world, built_under_init, kind, how, dtype):
         assert all(found.values()), found
@@ -234,7 +234,7 @@ def most_alive(kind: str) -> tuple[int, int]:
     return live.most, sum(unsharded_shape(parameter).numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", one_in(3, KINDS))
+@pytest.mark.parametrize("kind", one_in(4, KINDS))
 def test_no_rank_ever_holds_the_whole_model_while_it_is_built(on_ranks, kind):
     for most, whole in on_ranks(2, most_alive, kind):
         assert 0 < most < whole / 4, (most, whole)
@@ -333,7 +333,7 @@ def trains_and_generates(kind: str, quiet: str, ragged: bool, reentrant: bool | 
         more("llama", "inference_mode", False),
         more("gpt2", "inference_mode", True),
         more("t5", "no_grad", False),
-        ("t5", "inference_mode", True),
+        more("t5", "inference_mode", True),
     ],
 )
 def test_generating_between_steps_gives_the_same_tokens_and_changes_no_bit(on_ranks, kind, quiet, ragged):
@@ -341,8 +341,8 @@ def test_generating_between_steps_gives_the_same_tokens_and_changes_no_bit(on_ra
 
 
 @covering(
-    kind=("llama", "t5", more("gpt2"), more("mixtral")),
-    reentrant=(True, False),
+    kind=("llama", more("t5"), more("gpt2"), more("mixtral")),
+    reentrant=(True, more(False)),
     where=lambda kind, reentrant: (kind, reentrant) not in (("gpt2", False), ("mixtral", True)),
     strength=1,
 )

@@ -88,7 +88,7 @@ def rolls_back(stage: int, tier: str, folder: str, factor: float, accumulation: 
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, more(1)])
 @pytest.mark.parametrize(
     ("stage", "tier", "factor", "accumulation"),
     [

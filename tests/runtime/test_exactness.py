@@ -105,8 +105,7 @@ def sums_of_known_gradients(wire: str | None) -> dict[str, Any]:
     return {"got": run.grad.shard.value.clone(), "expected": expected}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("wire", [None, "bf16"])
+@covering(wire=(None, "bf16"), world=(3, 4, 2), strength=1)
 def test_the_reduction_adds_along_one_tree_in_fp32(on_ranks, world, wire):
     for result in on_ranks(world, sums_of_known_gradients, wire):
         assert result["got"].dtype == torch.float32

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as library
-from models import config, rank, start, weights_of
+from models import config, more, rank, start, weights_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint  # held as transformers holds it
@@ -296,10 +296,10 @@ def trained(way: str, stage: int, on_host: bool, keys: dict[str, Any]) -> tuple[
     return found, weights, copies
 
 
-CASES: list[tuple[str, int, dict[str, Any]]] = [
-    ("non-reentrant", 3, {}),
+CASES: list[Any] = [
+    more("non-reentrant", 3, {}),
     ("reentrant", 2, {}),
-    ("lora", 3, {"onefold": {"tiled_mlp": 2, "tiled_loss": 2}}),
+    more("lora", 3, {"onefold": {"tiled_mlp": 2, "tiled_loss": 2}}),
     ("non-reentrant", 3, {"bf16": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
 ]
 

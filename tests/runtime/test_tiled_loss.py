@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, Net, config, launched_gathers, net, rank, start, weights_of
+from models import VOCABULARY, Net, config, launched_gathers, more, net, rank, start, weights_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -321,12 +321,12 @@ def trained(kind: str, stage: int, tiles: Any, options: dict[str, Any], keys: di
 
 
 KEY_CASES = [
-    ("plain", {}, {}),
+    more("plain", {}, {}),
     ("plain", {"num_items_in_batch": 50}, {"gradient_accumulation_steps": 2}),
     ("tied", {"shifted": True}, {}),
     ("lora", {"num_items_in_batch": torch.tensor(50)}, {}),
-    ("qlora", {}, {"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
-    ("saved", {}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    more("qlora", {}, {"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
+    more("saved", {}, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
 ]
 
 

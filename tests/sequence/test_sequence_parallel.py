@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from models import config, more, rank, start
 from torch import nn
 from torch.nn import functional as F
@@ -183,8 +184,7 @@ def run(on_ranks: Any, world: int, make: str, *arguments: Any, size: int = 2, st
     return found
 
 
-@pytest.mark.parametrize("stage", [3, 1, more(0), more(2)])
-@pytest.mark.parametrize("recomputes", [False, True])
+@covering(stage=(3, 1, more(0), more(2)), recomputes=(False, True), strength=1)
 def test_a_model_with_sdpa_trains_as_with_whole_sequences(on_ranks, stage, recomputes):
     """Check losses, norms, weights under SGD, and the bytes of attention."""
     results = run(on_ranks, 2, "plain_model", 4, 4, stage=stage, recomputes=recomputes, prompt=3)
@@ -192,8 +192,17 @@ def test_a_model_with_sdpa_trains_as_with_whole_sequences(on_ranks, stage, recom
     assert {result["bytes"] for result in results} == {elements * 4 * (3 if recomputes else 2)}
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (4, 1), more(8, 4)])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "heads", "key_heads"),
+    [
+        ("Llama", 4, 2),
+        ("Qwen3", 4, 1),
+        more("Llama", 4, 1),
+        more("Qwen3", 4, 2),
+        more("Llama", 8, 4),
+        more("Qwen3", 8, 4),
+    ],
+)
 def test_a_transformers_model_trains_as_with_whole_sequences(on_ranks, kind, heads, key_heads):
     run(on_ranks, 2, "transformers_model", kind, heads, key_heads, gradient_clipping=0.1)
 
@@ -210,12 +219,12 @@ def test_a_rank_without_labels(on_ranks):
     run(on_ranks, 2, "transformers_model", "Llama", 4, 2, prompt=LENGTH // 2 + 2)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [True, more(False)])
 def test_packed_samples(on_ranks, recomputes):
     run(on_ranks, 2, "transformers_model", "Llama", 4, 2, packed=True, recomputes=recomputes)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, more(False)])
 def test_sliding_windows(on_ranks, packed):
     run(on_ranks, 2, "transformers_model", "Mistral", 4, 2, sliding_window=5, packed=packed)
 
