@@ -8,6 +8,7 @@ unshard and an offloaded optimizer step run through.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -33,10 +34,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path, modules: set[str]) -> set[str]:
     """Return the modules of the package that a file imports: at the top, in functions, and for types only."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("onefold"):
             names = [f"{node.module}.{alias.name}" for alias in node.names]

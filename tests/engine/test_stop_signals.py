@@ -52,21 +52,23 @@ def losses(folder: Path) -> list[list[str]]:
     return [file.read_text().split() for file in sorted(folder.glob("losses.*"))]
 
 
+def run_to_the_end(on_ranks: OnRanks, folder: Path, options: dict[str, Any]) -> None:
+    """Run the script on ranks that are there anyway."""
+    on_ranks(options.get("ranks", 2), stop_script.main, {"folder": str(folder), **options})
+
+
 @functools.cache
 def straight_losses(on_ranks: OnRanks, options: str) -> list[list[str]]:
-    """Return the losses of a run without a signal, on ranks that are there anyway."""
-    given = json.loads(options)
+    """Return the losses of a run without a signal."""
     with tempfile.TemporaryDirectory() as folder:
-        on_ranks(given.get("ranks", 2), stop_script.main, {"folder": folder, **given})
+        run_to_the_end(on_ranks, Path(folder), json.loads(options))
         return losses(Path(folder))
 
 
 def check_resumed(on_ranks: OnRanks, job: MarkedJob, **options: Any) -> None:
     """Check that a second start continues from the checkpoint, with the losses of a run without a signal."""
     before = losses(job.folder)
-    process = start(job, **options)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+    run_to_the_end(on_ranks, job.folder, options)
     assert losses(job.folder) == straight_losses(on_ranks, json.dumps(options))
     assert 0 < len(before[0]) < len(losses(job.folder)[0])
 

@@ -453,7 +453,7 @@ def test_no_batch_is_named_where_none_fits():
 
 def test_the_command_says_what_fits_and_writes_a_config_that_loads(tmp_path, capsys):
     written = tmp_path / "ds_config.json"
-    assert main(["plan", "--model", "25m", "--machine", "2xA100", "--batch", "2", "--write", str(written)]) == 0
+    assert main(["plan", "--model", "tiny", "--machine", "2xA100", "--batch", "2", "--write", str(written)]) == 0
     said = capsys.readouterr().out
     assert "stage 3 + optimizer cpu" in said
     assert "take stage" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +40,13 @@ def forecast_of(question: Question, **options: Any) -> Forecast:
     return found
 
 
+@functools.cache
+def on_host() -> Forecast:
+    return forecast_of(question_of(**ON_HOST))
+
+
 def test_inputs_on_the_host_are_counted_there_and_as_traffic():
-    plain, host = forecast_of(question_of()), forecast_of(question_of(**ON_HOST))
+    plain, host = forecast_of(question_of()), on_host()
     assert host.host_node - plain.host_node == 2 * LAYERS * INPUT
     for name in ("down", "up"):
         assert getattr(host.offload_traffic, name) - getattr(plain.offload_traffic, name) == LAYERS * INPUT
@@ -52,7 +58,7 @@ def test_inputs_on_the_host_are_counted_there_and_as_traffic():
 def test_inputs_are_moved_in_every_micro_step():
     found = forecast_of(question_of(gradient_accumulation_steps=3, **ON_HOST))
     assert found.offload_traffic.up == 3 * LAYERS * INPUT
-    assert found.host_node == forecast_of(question_of(**ON_HOST)).host_node
+    assert found.host_node == on_host().host_node
 
 
 def test_a_cpu_machine_has_its_inputs_on_the_host_anyway():
@@ -61,8 +67,8 @@ def test_a_cpu_machine_has_its_inputs_on_the_host_anyway():
 
 
 def test_the_tiled_loss_has_no_logits_and_tiled_mlps_fewer_activations():
-    plain = forecast_of(question_of(batch=2, onefold={"tiled_loss": 16}))
-    tiled = forecast_of(question_of(batch=2, onefold={"tiled_loss": 16, "tiled_mlp": 8}))
+    plain = forecast_of(question_of(batch=2, onefold={"tiled_loss": 8}))
+    tiled = forecast_of(question_of(batch=2, onefold={"tiled_loss": 8, "tiled_mlp": 4}))
     whole = forecast_of(question_of(batch=2))
     assert whole.device.logits >= 3 * 2 * TOKENS * VOCABULARY * 4
     assert plain.device.logits < whole.device.logits // 4

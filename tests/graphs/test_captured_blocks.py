@@ -35,7 +35,7 @@ def recorded(case: Any, *args: Any) -> Any:
     ("stage", "case", "world"),
     [
         more(0, "plain", 1), more(1, "accumulation", 1), more(2, "clipping", 1), more(3, "plain", 1),
-        (2, "offload", 1), (3, "fp16", 1),
+        more(2, "offload", 1), (3, "fp16", 1),
         more(3, "accumulation", 2), (2, "overlap", 2), more(0, "fp16", 1), more(2, "autocast", 1),
         more(3, "offload", 2), more(3, "fp32", 2), more(1, "plain", 2),
     ],

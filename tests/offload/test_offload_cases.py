@@ -353,7 +353,7 @@ def evaluating(make: Maker, dtype: str) -> Any:
     return found, everything_of(engine)
 
 
-@covering(names=(FEW, more(OTHERS)), dtype=("bf16", more("fp32")), world=(2, more(1)), strength=1)
+@covering(names=(FEW, more(OTHERS)), dtype=("bf16", more("fp32")), world=(1, more(2)), strength=1)
 def test_evaluation_between_any_two_calls_disturbs_nothing(on_ranks, tmp_path, world, names, dtype):
     equal_in_every_tier(on_ranks, world, evaluating, tmp_path, names, dtype)
 

@@ -102,7 +102,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 2), more(1, 1), more(2, 1)])
-@pytest.mark.parametrize("case", [more(name) if name in ("momentum", "bf16") else name for name in CASES])
+@pytest.mark.parametrize(
+    "case", [more(name) if name in ("momentum", "bf16", "int8 states") else name for name in CASES]
+)
 def test_bits_are_those_of_a_step_after_the_backward(on_ranks, tmp_path, world, accumulation, case):
     dtype, own, keys = CASES[case]
     for told in on_ranks(world, compare, str(tmp_path), dtype, accumulation, own, keys):

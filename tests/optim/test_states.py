@@ -305,7 +305,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("world", [more(1), 2])
 @pytest.mark.parametrize(("formats", "accumulation"), [
-    more("int8", 1), more("split", 1), ("int8, split", 1), more("int8, 8 bits", 1), ("bf16", 1), more("int8, split", 2),
+    ("int8, split", 1), more("int8", 1), more("split", 1), more("int8, 8 bits", 1), more("bf16", 1),
+    more("int8, split", 2),
 ])  # fmt: skip
 def test_every_tier_is_bit_equal_and_as_planned(on_ranks, tmp_path, world, formats, accumulation):
     for told in on_ranks(world, run_tiers, FORMATS[formats], str(tmp_path), accumulation, ADAMW):

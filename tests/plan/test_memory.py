@@ -34,7 +34,14 @@ def bytes_after_steps(stage: int, dtype: str, accumulation: int) -> dict[str, An
     }
 
 
-@covering(stage=(0, 1, 2), world=(1, 2, more(3), more(4)), dtype=("fp32", "bf16"), accumulation=(1, 2), strength=1)
+@covering(
+    stage=(0, 1, 2),
+    world=(1, 2, more(3), more(4)),
+    dtype=("fp32", "bf16"),
+    accumulation=(1, 2),
+    strength=1,
+    always=[(2, 1, "bf16", 2)],
+)
 def test_held_bytes_equal_the_plan(on_ranks, world, stage, dtype, accumulation):
     for got in on_ranks(world, bytes_after_steps, stage, dtype, accumulation):
         planned = got["planned"]

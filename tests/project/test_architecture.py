@@ -85,13 +85,8 @@ def area(path: Path) -> str:
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree_of(path)))
+    return tuple(ast.walk(structure.tree_of(path)))
 
 
 @functools.cache
@@ -159,7 +154,7 @@ def test_only_config_and_plan_compare_a_stage_number():
 
 
 def top_level_classes(path: Path) -> list[ast.ClassDef]:
-    return [node for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    return [node for node in structure.tree_of(path).body if isinstance(node, ast.ClassDef)]
 
 
 OURS = [path for path in FILES if package_of(path) != "compat" and path not in ALIASES]

@@ -117,7 +117,7 @@ def test_a_traced_run_is_the_same_and_has_every_byte_of_the_ledger(on_ranks, tmp
             assert all(args["bytes"] for args in moved if args.get("elements")), "each copy has its own bytes"
 
 
-@pytest.mark.parametrize("keys", [{"mics_shard_size": 2}, {"zero_quantized_gradients": True}, more({})])
+@pytest.mark.parametrize("keys", [{"mics_shard_size": 2}, more({"zero_quantized_gradients": True}), more({})])
 def test_two_levels_have_every_byte_of_the_ledger(on_ranks, tmp_path, keys):
     """What crosses between nodes is counted on threads of its own."""
     path = tmp_path / "trace.json"

@@ -534,15 +534,11 @@ GROUPS: dict[str, dict[str, Case]] = {
 CASES: dict[str, Case] = {name: case for group in GROUPS.values() for name, case in group.items()}
 QUICK = [
     "tied across units",
-    "frozen",
     "mixed dtypes",
-    "zero-sized",
     "sparse embedding",
     "unused on some ranks",
-    "run twice",
     "rank-divergent",
     "weight read outside",
-    "two forwards",
 ]
 
 

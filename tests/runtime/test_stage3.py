@@ -409,7 +409,7 @@ def test_max_reuse_distance_keeps_what_is_used_again_soon(on_ranks):
     sizes = on_ranks(2, knobs, limits())[0]["sizes"]
     last, before = sizes["blocks.5"], sizes["blocks.4"]
     # Between the last block's two uses lies the root's second one, which is in use around all of them anyway.
-    for distance, kept in ((0, 0), (1, 1), (2 * last, 1), (2 * last + 1, 2), (2 * (last + before) + 1, 3)):
+    for distance, kept in ((0, 0), (2 * last, 1), (2 * last + 1, 2), (2 * (last + before) + 1, 3)):
         for got in on_ranks(2, knobs, limits(live=PLENTY, reuse=distance)):
             assert got["gathers"] == 14 - kept, distance
 
