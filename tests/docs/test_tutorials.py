@@ -51,6 +51,23 @@ def test_zero_stages(tmp_path):
 
 
 @pytest.mark.slow
+def test_offload(tmp_path):
+    pytest.importorskip("matplotlib")
+    (lines,) = follow("offload.md", tmp_path).values()
+    names = ("no offload", "ratio 0.5", "all states", "both in memory", "both on disk")
+    (head,) = [line for line in lines if line.startswith("setting")]
+    rows = {name: line.removeprefix(name).split() for line in lines for name in names if line.startswith(name)}
+    assert list(rows) == list(names)
+    assert head.split("  ")[-1] == "last loss"
+    assert len({row[-1] for row in rows.values()}) == 1
+    device = [float(row[0]) for row in rows.values()]
+    assert device == sorted(device, reverse=True)
+    shown = re.findall(r"images/tutorials/(\S+?)\)", (PAGES / "offload.md").read_text())
+    assert shown
+    assert all((tmp_path / "runs/offload" / name).exists() for name in shown)
+
+
+@pytest.mark.slow
 def test_resume(tmp_path):
     pytest.importorskip("matplotlib")
     printed = follow("resume.md", tmp_path)
