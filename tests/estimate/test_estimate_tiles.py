@@ -67,8 +67,8 @@ def test_a_cpu_machine_has_its_inputs_on_the_host_anyway():
 
 
 def test_the_tiled_loss_has_no_logits_and_tiled_mlps_fewer_activations():
-    plain = forecast_of(question_of(batch=2, onefold={"tiled_loss": 8}))
-    tiled = forecast_of(question_of(batch=2, onefold={"tiled_loss": 8, "tiled_mlp": 4}))
+    plain = forecast_of(question_of(batch=2, onefold={"tiled_loss": 16}))
+    tiled = forecast_of(question_of(batch=2, onefold={"tiled_loss": 16, "tiled_mlp": 8}))
     whole = forecast_of(question_of(batch=2))
     assert whole.device.logits >= 3 * 2 * TOKENS * VOCABULARY * 4
     assert plain.device.logits < whole.device.logits // 4
