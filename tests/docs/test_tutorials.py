@@ -28,6 +28,13 @@ def follow(page: str, folder: Path) -> dict[str, list[str]]:
     return printed
 
 
+def assert_draws(page: str, folder: Path) -> None:
+    """Check that the pictures of a page are in the folder of a run."""
+    shown = re.findall(r"images/tutorials/(\S+?)\)", (PAGES / page).read_text())
+    assert shown
+    assert all((folder / name).exists() for name in shown), shown
+
+
 def test_every_file_has_a_page_and_every_picture_is_shown():
     pages = {path.stem.replace("-", "_"): path.read_text() for path in PAGES.glob("*.md")}
     files = {path.stem for path in (ROOT / "examples/tutorials").glob("*.py")}
@@ -62,9 +69,17 @@ def test_offload(tmp_path):
     assert len({row[-1] for row in rows.values()}) == 1
     device = [float(row[0]) for row in rows.values()]
     assert device == sorted(device, reverse=True)
-    shown = re.findall(r"images/tutorials/(\S+?)\)", (PAGES / "offload.md").read_text())
-    assert shown
-    assert all((tmp_path / "runs/offload" / name).exists() for name in shown)
+    assert_draws("offload.md", tmp_path / "runs/offload")
+
+
+@pytest.mark.slow
+def test_fine_tune(tmp_path):
+    for package in ("matplotlib", "transformers", "peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    *_, compared = follow("fine-tune.md", tmp_path).values()
+    total = {row[0]: float(row[5]) for line in compared if (row := line.split())[0] in ("full", "lora", "qlora")}
+    assert total["full"] > 3 * total["lora"] > 3 * total["qlora"]
+    assert_draws("fine-tune.md", tmp_path / "runs/fine-tune")
 
 
 @pytest.mark.slow
@@ -82,5 +97,4 @@ def test_resume(tmp_path):
 def test_report(tmp_path):
     pytest.importorskip("matplotlib")
     follow("report.md", tmp_path)
-    shown = re.findall(r"images/tutorials/(\S+?)\)", (PAGES / "report.md").read_text())
-    assert all((tmp_path / "runs/report" / name).exists() for name in shown)
+    assert_draws("report.md", tmp_path / "runs/report")
