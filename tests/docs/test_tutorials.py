@@ -83,6 +83,32 @@ def test_fine_tune(tmp_path):
 
 
 @pytest.mark.slow
+def test_long_sequences(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    (lines,) = follow("long-sequences.md", tmp_path).values()
+    pattern = re.compile(r"^([^\d\n]+?) +(\d+)((?: +[\d.]+){4})  ([\d.]+)$", re.MULTILINE)
+
+    def rows_of(text: str) -> dict[tuple[str, int], list[float]]:
+        return {
+            (name, int(length)): [*map(float, sizes.split()), float(loss)]
+            for name, length, sizes, loss in pattern.findall(text)
+        }
+
+    rows = rows_of("\n".join(lines))
+    shown = rows_of((PAGES / "long-sequences.md").read_text())
+    assert shown.keys() == rows.keys()
+    assert all(row == pytest.approx(shown[place], rel=0.05) for place, row in rows.items())
+    assert len(rows) == 12
+    for length in (256, 512, 1024):
+        whole, tiled, divided, both = (rows[name, length] for name in dict.fromkeys(name for name, _ in rows))
+        assert both[0] < tiled[0] < divided[0] < whole[0]
+        assert [row[-1] for row in (tiled, divided, both)] == pytest.approx(3 * [whole[-1]], abs=2e-5)
+        assert divided[3] > whole[3] == 0
+    assert_draws("long-sequences.md", tmp_path / "runs/long-sequences")
+
+
+@pytest.mark.slow
 def test_resume(tmp_path):
     pytest.importorskip("matplotlib")
     printed = follow("resume.md", tmp_path)
