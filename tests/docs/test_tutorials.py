@@ -109,6 +109,17 @@ def test_long_sequences(tmp_path):
 
 
 @pytest.mark.slow
+def test_fp8(tmp_path):
+    pytest.importorskip("matplotlib")
+    (lines,) = follow("fp8.md", tmp_path).values()
+    bf16, tensor, row = ([*map(float, line.split()[-4:])] for line in lines if line.startswith(("bf16", "FP8,")))
+    assert tensor[3] == pytest.approx(bf16[3], rel=0.01)
+    assert row[3] == pytest.approx(bf16[3], rel=0.01)
+    assert len({tensor[2], row[2], bf16[2]}) == 3, "FP8 has changed nothing"
+    assert_draws("fp8.md", tmp_path / "runs/fp8")
+
+
+@pytest.mark.slow
 def test_resume(tmp_path):
     pytest.importorskip("matplotlib")
     printed = follow("resume.md", tmp_path)
