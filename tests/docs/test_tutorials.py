@@ -120,6 +120,19 @@ def test_fp8(tmp_path):
 
 
 @pytest.mark.slow
+def test_experts(tmp_path):
+    pytest.importorskip("matplotlib")
+    (lines,) = follow("experts.md", tmp_path).values()
+    found = [[*map(float, line.split())] for line in lines if re.match(r" +[12] ", line)]
+    alone, together = ([row for row in found if row[0] == size] for size in (1, 2))
+    assert [row[1] for row in alone] == [row[1] for row in together] == [256, 512, 1024, 2048]
+    assert len({row[5] for row in alone}) == 1
+    assert together[0][5] < alone[0][5] < together[-1][5]
+    assert [row[-1] for row in together] == pytest.approx([row[-1] for row in alone], abs=1e-4)
+    assert_draws("experts.md", tmp_path / "runs/experts")
+
+
+@pytest.mark.slow
 def test_resume(tmp_path):
     pytest.importorskip("matplotlib")
     printed = follow("resume.md", tmp_path)
