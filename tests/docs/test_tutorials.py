@@ -133,6 +133,17 @@ def test_experts(tmp_path):
 
 
 @pytest.mark.slow
+def test_dpo(tmp_path):
+    for package in ("matplotlib", "peft", "trl"):
+        pytest.importorskip(package)
+    *_, compared = follow("dpo.md", tmp_path).values()
+    held = {row[0]: (float(row[1]), float(row[2])) for line in compared if (row := line.split())[0] in ("full", "lora")}
+    assert held["full"][1] == pytest.approx(held["full"][0] / 3, rel=0.01)
+    assert held["lora"][1] == 0
+    assert_draws("dpo.md", tmp_path / "runs/dpo")
+
+
+@pytest.mark.slow
 def test_resume(tmp_path):
     pytest.importorskip("matplotlib")
     printed = follow("resume.md", tmp_path)
