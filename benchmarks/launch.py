@@ -72,7 +72,7 @@ def run(
         logs = [Path(folder, f"{rank}.log") for rank in range(num_ranks)]
         ranks = _start(system, workload, results, logs, environment or {})
         problem = wait(ranks, timeout)
-        if problem is not None:
+        if problem is not None and not all(result.exists() for result in results):
             rank, what = problem
             return Outcome(system, error=f"rank {rank} {what}: {last_words(logs[rank])}")
         measured = [json.loads(result.read_text()) for result in results]

@@ -495,10 +495,10 @@ def test_a_compiled_block_is_one_graph_with_the_gradients_of_eager_mode(own_rank
     own_ranks(1, compile_a_block, recipe)
 
 
-def compile_a_block(recipe: str, backend: str = "aot_eager", **kind: Any) -> None:
+def compile_a_block(recipe: str, backend: str = "aot_eager", width: int = 32, **kind: Any) -> None:
     torch.manual_seed(0)
-    layers = [nn.LayerNorm(32), nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 32)]
-    block, x = nn.Sequential(*layers).to(**kind), torch.randn(2, 16, 32).to(**kind)
+    layers = [nn.LayerNorm(width), nn.Linear(width, 2 * width, bias=False), nn.GELU(), nn.Linear(2 * width, width)]
+    block, x = nn.Sequential(*layers).to(**kind), torch.randn(2, width // 2, width).to(**kind)
     for layer in (block[1], block[3]):
         layer.__class__ = Fp8Linear
         layer.fp8 = Fp8State("", layer.weight, by_row=recipe == "rowwise", emulate=not kind)

@@ -120,7 +120,8 @@ def test_compiled_layers(on_nccl_ranks, world, stage):
 
 
 def compile_on_gpu(recipe: str) -> None:
-    compile_a_block(recipe, "inductor", device="cuda", dtype=torch.bfloat16)
+    # The compiler rounds in other places, which shows in few values: with 32 of them, a product differs by a tenth.
+    compile_a_block(recipe, "inductor", width=256, device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -255,7 +255,7 @@ BUDGETS = {
     "runtime": 6_500,
     "moe": 1_230,
     "sequence": 1_300,
-    "tools": 12_600,
+    "tools": 12_640,
     "storage": 620,
     "top": 2_570,
     "utils": 550,

@@ -14,7 +14,7 @@ from onefold.tools.cli.terminal import fails_on
 from onefold.tools.cli.usage import UsageError, loading_torch
 from onefold.tools.train.options import SUMMARY
 from onefold.tools.train.recipe import RECIPE, read_recipe
-from onefold.tools.train.rows import alpaca_prompt
+from onefold.tools.train.rows import CONVERSATIONS, alpaca_prompt
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -138,7 +138,7 @@ class _Dialog:
         self._messages: list[dict[str, str]] = []
         has_template = self._tokenizer.chat_template is not None
         row_format = trained.row_format()
-        is_chat = has_template and row_format in (None, "chat", "ShareGPT")
+        is_chat = has_template and row_format in (None, *CONVERSATIONS)
         self._format = "chat" if is_chat else row_format if row_format in ("Alpaca", "prompts") else "text"
         torch.manual_seed(options.seed)
 

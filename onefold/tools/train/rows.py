@@ -157,6 +157,7 @@ def _mapped(path: str) -> Bytes:
 
 # -- formats ---------------------------------------------------------------------------------------------------------
 
+CONVERSATIONS = ("chat", "ShareGPT")
 _EXPECTED = (
     "Give text, or prompt and completion, or instruction and output (each a string), or messages, or conversations."
 )
@@ -190,7 +191,7 @@ def read_row(row: Any, where: str) -> tuple[str, str | list[Any]]:
             raise DataError(f'{where}: expected an object, as in {{"text": ...}}, not {_kind(row)}')
         columns = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "nothing"
         raise DataError(f"{where}: the row has {columns[:200]}. {_EXPECTED}")
-    if kind in ("chat", "ShareGPT"):
+    if kind in CONVERSATIONS:
         return "", _messages(row["messages"], where) if kind == "chat" else _turns(row["conversations"], where)
     if kind == "prompts":
         prompt, text = row["prompt"], row["completion"]

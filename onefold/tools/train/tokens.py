@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from onefold.tools.train.data import HELD_OUT_FRACTION, HELD_OUT_SEQUENCES, Bytes, DataError, load_corpus
-from onefold.tools.train.rows import RowFile, format_of, open_rows, read_row
+from onefold.tools.train.rows import CONVERSATIONS, RowFile, format_of, open_rows, read_row
 
 # Bytes of a window of text for each requested token; the rest is cut off.
 BYTES_A_TOKEN = 8
@@ -136,8 +136,7 @@ class Rows:
         self._tokens, self._length, self._seed = tokens, sequence_length, seed
         self._files = [open_rows(path) for path in (*paths, *held_out)]
         self._places = [(file, index) for file in self._files for index in range(len(file))]
-        for file, index in self._places:
-            self._parts(file, index)
+        formats = [self._parts(file, index)[2] for file, index in self._places]
         num_evaluation_rows = sum(map(len, self._files[len(paths) :]))
         if held_out and not num_evaluation_rows:
             raise DataError(f"--eval-data {', '.join(held_out)} has no rows")
@@ -148,7 +147,7 @@ class Rows:
             raise DataError(
                 f"--data {self.name} has {len(self._places)} rows. Give at least two, because one is held out."
             )
-        self.formats = dict(Counter(str(format_of(file.row(n))) for file, n in self._places[: self.num_train]))
+        self.formats = dict(Counter(formats[: self.num_train]))
 
     def describe(self) -> str:
         num, evaluated = self._num_held_out, self._num_evaluated
@@ -170,22 +169,22 @@ class Rows:
             yield rows or [self._row(self.num_train)], len(rows)
 
     def _row(self, index: int) -> Row:
-        prompt, text, is_rendered = self._parts(*self._places[index])
+        prompt, text, row_format = self._parts(*self._places[index])
         targets = self._tokens.encode(text)
         if targets[-1:] != [self._tokens.end]:  # some chat templates append it
             targets.append(self._tokens.end)
         # A chat template begins the conversation itself, with or without a token.
-        begin = [] if is_rendered else self._tokens.begin
+        begin = [] if row_format in CONVERSATIONS else self._tokens.begin
         # A prompt that is too long is cut from the left to half of the sequence.
         room = max(self._length - len(targets), self._length // 2) - len(begin)
         context = [*begin, *(self._tokens.encode(prompt)[-room:] if prompt and room > 0 else [])]
         return (context + targets)[: self._length], ([NOT_PREDICTED] * len(context) + targets)[: self._length]
 
-    def _parts(self, file: RowFile, index: int) -> tuple[str, str, bool]:
-        """Return the prompt of a row, the target text, and whether the chat template rendered it."""
-        where = file.where(index)
-        prompt, text = read_row(file.row(index), where)
-        return (prompt, text, False) if isinstance(text, str) else ("", self._tokens.chat(text, where), True)
+    def _parts(self, file: RowFile, index: int) -> tuple[str, str, str]:
+        """Return the prompt of a row, the target text, and the format."""
+        row, where = file.row(index), file.where(index)
+        prompt, text = read_row(row, where)
+        return prompt, text if isinstance(text, str) else self._tokens.chat(text, where), str(format_of(row))
 
 
 @lru_cache(maxsize=2)
