@@ -115,12 +115,12 @@ def train(setting: str, zero: dict[str, Any], folder: Path) -> Result | None:
 
 
 def print_table(results: list[Result]) -> None:
-    heads = [*results[0].held, *results[0].copied]
-    print(f"{'setting':<20}" + "".join(f"{head:>16}" for head in heads) + "  last loss")
+    heads = [*results[0].held, "to host", "to device", "read", "written"]
+    print(f"{'setting':<16}" + "".join(f"{head:>11}" for head in heads) + "  last loss")
     for result in results:
         cells = [*result.held.values(), *result.copied.values()]
-        print(f"{result.setting:<20}" + "".join(f"{size / 1e6:>16.2f}" for size in cells) + f"  {result.loss:.9f}")
-    print("in MB of rank 0: model states by tier at the end of backward, and bytes copied per step")
+        print(f"{result.setting:<16}" + "".join(f"{size / 1e6:>11.2f}" for size in cells) + f"  {result.loss:.9f}")
+    print("in MB of rank 0: model states by tier at the end of backward; bytes copied, read and written per step")
 
 
 def draw_bars(axes: Any, rows: Mapping[str, Mapping[str, float]], label: str) -> None:
