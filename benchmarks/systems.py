@@ -408,7 +408,7 @@ SYSTEMS: dict[str, Callable[[Construct, Workload], Step]] = {
     "offload-onefold-largest-8bit-disk": _offloaded(
         3,
         LARGEST_BUDGET,
-        {**INT8, **SPLIT_8, **IN_BACKWARD, "host_memory": 118},
+        {**INT8, **SPLIT_8, **IN_BACKWARD},
         offload_optimizer={**DISK, **AUTO_RATIO},
         offload_param=CPU,
     ),

@@ -86,6 +86,8 @@ class HangDetector:
         # When to break connections. Set with the verdict; the detector's thread acts on it and clears it.
         self._break_at: float | None = None
         self._holders: set[int] = set()
+        # The last unexpected error of a look, which is logged once.
+        self._last_error = ""
         self._thread = _PeriodicThread("onefold-watch", self.activity, self._look_safely, self._is_needed)
 
     # -- the interface of the program's threads -----------------------------------------------------------------
@@ -218,8 +220,10 @@ class HangDetector:
         except RuntimeError:  # the store fails: the node of rank 0, which serves it, may be gone
             with suppress(RuntimeError):
                 self._look_without_store()
-        except Exception:  # without this thread, ranks that diverge would wait for each other until a timeout
-            logger.exception("the hang detector of rank %d failed, and goes on", self.rank)
+        except Exception as error:  # without this thread, ranks that diverge would wait for each other until a timeout
+            if repr(error) != self._last_error:
+                self._last_error = repr(error)
+                logger.exception("the hang detector of rank %d failed, and will try again", self.rank)
 
     def look(self) -> None:
         """Write this rank's note, compare the notes of all ranks, and act on a verdict."""

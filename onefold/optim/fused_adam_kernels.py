@@ -156,7 +156,7 @@ def _factor_of(tile: StoredTile) -> torch.Tensor | None:
     return torch.full((), factor, dtype=torch.float32, device=tile.gradient.device) if factor != 1.0 else None
 
 
-# Tables on the device, by the rows that they were made from. Addresses are those of the last step, as a rule.
+# Tables on the device, by device, stream and their rows. As a rule, addresses are those of the last step.
 _tables: dict[tuple[Any, ...], torch.Tensor] = {}
 _MAX_TABLES = 256
 
@@ -181,7 +181,8 @@ def _table_of(tiles: Sequence[StoredTile], device: torch.device) -> tuple[torch.
         first += sizes[-1]
     if len(_tables) >= _MAX_TABLES:
         _tables.clear()
-    key, places = (device, *rows), (device, *sizes)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key, places = (device, stream, *rows), (device, stream, *sizes)
     if key not in _tables:
         _tables[key] = _on_device(torch.tensor(rows, dtype=torch.int64), device)
     if places not in _tables:

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.comm import local_device
+from onefold.comm.hang_detector import HangDetector
 from onefold.config import load_config
 from onefold.plan import PassPhase
 from onefold.runtime import order
@@ -1400,6 +1401,26 @@ def after_another_order_on_one_rank() -> list[str]:
 
 def test_ranks_that_made_different_numbers_of_orders_may_diverge(on_ranks):
     assert on_ranks(2, after_another_order_on_one_rank) == [[], []]
+
+
+def with_a_detector_that_fails_once() -> tuple[list[str], int]:
+    """The first look of the hang detector raises. Return the differences, and the number of looks."""
+    looks, look = [], HangDetector.look
+
+    def fail_once(detector: HangDetector) -> None:
+        looks.append(detector)
+        if len(looks) == 1:
+            raise ValueError("once")
+        look(detector)
+
+    with mock.patch.object(HangDetector, "look", fail_once):
+        return beside_stage_2("layer that no rank used at first"), len(looks)
+
+
+def test_ranks_may_diverge_after_an_error_in_the_hang_detector(on_ranks):
+    for differences, num_looks in on_ranks(2, with_a_detector_that_fails_once):
+        assert differences == []
+        assert num_looks > 1
 
 
 def programs(case: str) -> list[bool]:
